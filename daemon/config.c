@@ -45,7 +45,7 @@ struct key {
 static const struct key keys[] = {
 	{ "Model",   "Path",              KEY_PATH,    FIELD(model_path),          0, 0, false },
 	{ "Model",   "Context",           KEY_NUMBER,  FIELD(context),             16, 1 << 24, true },
-	{ "Engine",  "Threads",           KEY_NUMBER,  FIELD(threads),             1, 1024, true },
+	{ "Engine",  "Threads",           KEY_NUMBER,  FIELD(threads),             1, 256, true },
 	{ "Engine",  "BatchTokens",       KEY_NUMBER,  FIELD(batch_tok),           1, 4096, false },
 	{ "Engine",  "KvBytesMax",        KEY_BYTES,   FIELD(kv_bytes_max),        1, INT64_MAX, true },
 	{ "Engine",  "KvType",            KEY_KV_TYPE, FIELD(kv_type),             0, 0, false },

@@ -327,7 +327,7 @@ static void bad_values_change_nothing(void **state)
 	} cases[] = {
 		{ "Model", "Path", { "m.gguf", "./m", "~/m", "\"/m\"" } },
 		{ "Model", "Context", { "-1", "15", "16777217", "4294967296", "99999999999999999999", "1.5", "8K", "all", "Auto" } },
-		{ "Engine", "Threads", { "-1", "1025", "4294967296", "99999999999999999999", "2.0", "0x4", "infinity" } },
+		{ "Engine", "Threads", { "-1", "257", "4294967296", "99999999999999999999", "2.0", "0x4", "infinity" } },
 		{ "Engine", "BatchTokens", { "-1", "0", "4097", "4294967424", "99999999999999999999", "1K", "auto" } },
 		{ "Engine", "KvBytesMax", { "-1", "-1G", "9223372036854775808", "8388608T", "16777216T", "1.5", "1Q", "infinity" } },
 		{ "Engine", "KvType", { "f64", "F16", "16", "f16 f32" } },
@@ -372,7 +372,7 @@ static void warnings_say_what_fits(void **state)
 	assert_string_equal(
 		read_text(&c, "[Engine]\nThreads=x\nBatchTokens=x\nKvBytesMax=x\nKvType=x\n"
 			      "[Service]\nKeepSec=x\nMessageMax=x\nMaxThinkingTokens=x\n"),
-		"f:2: Threads=x: expected auto or a number from 1 to 1024, ignoring\n"
+		"f:2: Threads=x: expected auto or a number from 1 to 256, ignoring\n"
 		"f:3: BatchTokens=x: expected a number from 1 to 4096, ignoring\n"
 		"f:4: KvBytesMax=x: expected auto or a size (64K, 4M, 1.5G) from 1 to 9223372036854775807 "
 		"bytes, ignoring\n"

@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * daemon.h: the map. struct daemon holds every subsystem in the order of its start; everything here belongs to the loop thread.
+ *
+ * main.c      options, sockets, signals, start and stop
+ * service.c   the model's state machine (loading, available, ...), mail from the engine and the workers
+ * session.c   conversations by id and owner
+ * request.c   one request: parameters, preparation on a worker, progress and outcome
+ * conn.c      one client: bytes in, calls in order, frames out
+ * methods.c   what each method of the interface does
+ *
+ * The engine thread (engine/) and the workers are reached by mail only.
+ */
+#pragma once
+
+#include "daemon/base.h"
+#include "daemon/config.h"
+#include "daemon/engine/engine.h"
+#include "daemon/errors.h"
+#include "daemon/log.h"
+#include "daemon/worker.h"
+
+#include <systemd/sd-event.h>
+
+struct conn;
+struct request;
+struct session;
+
+enum service_state { SERVICE_LOADING, SERVICE_AVAILABLE, SERVICE_UNAVAILABLE, SERVICE_STOPPING };
+
+/* What a uid has used since the start. */
+struct uid_usage {
+	uid_t uid;
+	uint64_t requests, engine_us;
+	struct engine_usage sum;
+};
+
+/* Work of the last minute, a bucket a second. */
+#define RATE_BUCKETS 60
+struct rate {
+	uint64_t second[RATE_BUCKETS], tok[RATE_BUCKETS], busy_us[RATE_BUCKETS];
+};
+
+/* What the command line fixed; it wins over every configuration file, also after a reload. */
+struct options {
+	const char *model, *socket, *config;
+	uint32_t threads, context; /* 0: not given */
+};
+
+struct daemon {
+	struct options options;
+	struct config config;
+	sd_event *event;
+	uint64_t started_us;
+
+	int listen_fd;
+	char *socket_path; /* NULL: handed over by systemd; else ours to remove */
+	sd_event_source *listen_source, *accept_pause;
+
+	struct mailbox mail; /* from engine and workers */
+	struct workers *workers;
+	struct engine *engine;
+
+	enum service_state state;
+	char *reason; /* of UNAVAILABLE: why, and what to do */
+	enum error_code reason_code;
+	struct model *model; /* what requests are prepared with; NULL unless loaded once */
+	struct model_id { /* which file that is */
+		uint64_t dev, ino, size, mtime_ns;
+	} model_id, loading_id;
+	struct engine_load *loading; /* with the engine */
+	bool reload_again;	     /* SIGHUP came meanwhile */
+	struct engine_stats stats;
+	bool ready_sent;
+
+	struct session *sessions;
+	size_t n_sessions;
+	sd_event_source *session_timer;
+
+	struct request *requests, *last_request; /* in order of arrival, until they are done */
+	size_t n_requests;
+	uint64_t next_request;
+	uint64_t n_requests_total, n_prompt_tok, n_generated_tok;
+	struct rate prefill_rate, decode_rate;
+	struct uid_usage *usage;
+	size_t n_usage;
+
+	struct conn *conns;
+	size_t n_conns;
+
+	sd_event_source *mail_source, *stop_timer, *stop_deadline;
+	bool engine_quit; /* the engine was told to end */
+};
+
+/* service.c */
+int service_start(struct daemon *d);	 /* mailbox, workers, engine, first load */
+int service_read_config(struct daemon *d); /* -errno: the one in force stays */
+void service_reload(struct daemon *d);	 /* SIGHUP: configuration, and the model if it changed */
+void service_stop(struct daemon *d);	 /* SIGTERM: drain, then end the event loop; a second call ends at once */
+void service_check_stop(struct daemon *d); /* called when something ended: is the draining over? */
+void service_done(struct daemon *d);
+const char *service_state_to_string(enum service_state s);
+/* ERROR_NONE when requests can be taken; else why not, with a text that says what to do. */
+enum error_code service_check(const struct daemon *d, const char **ret_text);
+/* Clones s for c's current call, and answers it when the engine has. */
+void service_clone(struct daemon *d, struct conn *c, struct session *s, bool keep);
+uint64_t rate_per_second_milli(const struct rate *r);
+struct uid_usage *usage_of(struct daemon *d, uid_t uid); /* NULL: out of memory */

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * engine-private.h: what engine.c (the thread, memory, sessions) and run.c (one request's steps) share. Engine thread only, but for the
+ * inbox and the wake flag.
+ */
+#pragma once
+
+#include "daemon/engine/engine.h"
+#include "daemon/engine/graph.h"
+#include "daemon/engine/state.h"
+
+#include <inttypes.h>
+
+struct engine_session {
+	struct mail mail; /* as ENGINE_FREE */
+	struct engine_session *prev, *next;
+	bool linked;
+	bool open_turn;	      /* the last answer's end-of-turn tokens are not in tokens yet */
+	struct tokens tokens; /* the conversation, without dropped thoughts */
+	struct state *state;  /* NULL: forgotten or never evaluated */
+	size_t n_valid;	      /* how many of tokens the state has evaluated in this order */
+	uint64_t last_used;   /* engine->clock */
+};
+
+struct engine {
+	struct mailbox inbox, *out;
+	pthread_t thread;
+	struct mail wake, quit_mail;
+	atomic_bool wake_posted;
+	bool quit_posted, joined; /* loop thread */
+	bool quit;
+	struct engine_load *load; /* waits for the last request */
+	struct sched sched;
+	struct engine_session *sessions; /* every one that holds anything */
+	uint64_t clock;			 /* counts uses */
+	struct model *model;		 /* NULL: none loaded */
+	struct backend *backend;
+	struct kv_arena *arena;
+	float *logits; /* n_vocab */
+	uint64_t kv_bytes_max;
+	uint32_t context, threads, batch_tok;
+	struct run *run; /* of the running request */
+};
+
+/* One step of the request that is next: begins it if it has not begun, returns it when it is done. */
+void run_step(struct engine *e, struct engine_request *req);
+
+void engine_return(struct engine *e, struct engine_request *req);
+int engine_session_begin(struct engine *e, struct engine_session *s); /* links, marks as used, makes a state */
+void engine_session_drop(struct engine *e, struct engine_session *s);
+/* Room for n_new_tok more positions of s within kv_bytes_max; others forget their state for it. -ENOSPC. */
+int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new_tok);
+bool engine_make_room(struct engine *e, const struct engine_session *keep); /* false: nobody left to forget */
+void engine_stats_fill(const struct engine *e, struct engine_stats *ret);

@@ -1,0 +1,413 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * engine.c: the engine thread. See engine.h.
+ *
+ * One step is one batch: a piece of a prompt, or one token. Between steps the thread takes its mail, so a cancel or a new request
+ * waits for at most one batch. run.c holds what one request does in a step; this file holds what lives longer: model, memory, sessions.
+ * Invariant: memory of sessions (pages and recurrent states) stays within kv_bytes_max; what is idle longest forgets its state first, and
+ * keeps its tokens, so that it costs time later but nothing is lost.
+ */
+#include "daemon/engine/engine-private.h"
+
+void engine_event_free(struct engine_event *e)
+{
+	if (!e)
+		return;
+	buf_done(&e->text[REPLY_ANSWER]);
+	buf_done(&e->text[REPLY_THOUGHT]);
+	free(e);
+}
+
+struct engine_session *engine_session_new(void)
+{
+	return calloc(1, sizeof(struct engine_session));
+}
+
+void engine_session_free(struct engine *e, struct engine_session *s)
+{
+	s->mail.kind = ENGINE_FREE;
+	engine_post(e, &s->mail);
+}
+
+static void session_link(struct engine *e, struct engine_session *s)
+{
+	if (s->linked)
+		return;
+	s->prev = NULL;
+	s->next = e->sessions;
+	if (s->next)
+		s->next->prev = s;
+	e->sessions = s;
+	s->linked = true;
+}
+
+void engine_session_drop(struct engine *e, struct engine_session *s)
+{
+	if (s->linked) {
+		*(s->prev ? &s->prev->next : &e->sessions) = s->next;
+		if (s->next)
+			s->next->prev = s->prev;
+	}
+	s->state = state_free(s->state, e->arena);
+	tokens_done(&s->tokens);
+	free(s);
+}
+
+/* The session's state is gone; its tokens will be evaluated again when needed. */
+static void session_forget(struct engine *e, struct engine_session *s)
+{
+	s->state = state_free(s->state, e->arena);
+	s->n_valid = 0;
+}
+
+int engine_session_begin(struct engine *e, struct engine_session *s)
+{
+	session_link(e, s);
+	s->last_used = ++e->clock;
+	if (s->state)
+		return 0;
+	s->n_valid = 0;
+	return state_new(&s->state);
+}
+
+static uint64_t bytes_used(const struct engine *e)
+{
+	uint64_t sum;
+
+	if (!e->arena)
+		return 0;
+	sum = (uint64_t)(kv_arena_n_pages(e->arena) - kv_arena_n_free(e->arena)) * kv_arena_page_bytes(e->arena);
+	for (const struct engine_session *s = e->sessions; s; s = s->next) {
+		if (s->state && s->state->recurrent)
+			sum += e->model->recurrent_floats * sizeof(float);
+		if (s->state && s->state->checkpoint)
+			sum += e->model->recurrent_floats * sizeof(float);
+	}
+	return sum;
+}
+
+bool engine_make_room(struct engine *e, const struct engine_session *keep)
+{
+	struct engine_session *oldest = NULL;
+
+	for (struct engine_session *s = e->sessions; s; s = s->next)
+		if (s != keep && s->state && s->state->n_tok > 0 && (!oldest || s->last_used < oldest->last_used))
+			oldest = s;
+	if (!oldest)
+		return false;
+	session_forget(e, oldest);
+	return true;
+}
+
+int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new_tok)
+{
+	uint64_t page = kv_arena_page_bytes(e->arena);
+	uint64_t recurrent = e->model->recurrent_floats * sizeof(float);
+	/* One page more than the tokens fill: the first write may have to copy a shared one. */
+	uint64_t need = (n_new_tok / KV_PAGE_TOK + 2) * page;
+
+	need += (s->state->recurrent ? 0 : recurrent) + (s->state->checkpoint ? 0 : recurrent);
+	while (bytes_used(e) + need > e->kv_bytes_max)
+		if (!engine_make_room(e, s))
+			return -ENOSPC;
+	return 0;
+}
+
+void engine_stats_fill(const struct engine *e, struct engine_stats *ret)
+{
+	*ret = (struct engine_stats){
+		.kv_bytes_used = bytes_used(e),
+		.kv_bytes_max = e->kv_bytes_max,
+		.context = e->context,
+		.threads = e->threads,
+		.backend = e->backend ? backend_cpu_isa(e->backend) : "none",
+	};
+}
+
+static uint64_t mem_available(void)
+{
+	_cleanup_(fclosep) FILE *f = fopen("/proc/meminfo", "re");
+	unsigned long long kib;
+	char line[128];
+
+	while (f && fgets(line, sizeof(line), f))
+		if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1)
+			return (uint64_t)kib * 1024;
+	return UINT64_MAX;
+}
+
+/* Memory for sessions: what was asked for, or by default four full contexts and eight recurrent states, within a quarter of what is
+ * available now. Less than one full session is refused with the number. */
+static int size_memory(const struct model *m, const struct engine_config *c, bool f16, uint32_t context, uint64_t *ret,
+		       char **ret_error)
+{
+	uint64_t tok = (uint64_t)m->kv.n_layer * m->kv.n_head * (m->kv.k_dim + m->kv.v_dim) * (f16 ? 2 : 4);
+	uint64_t states = 2 * (uint64_t)m->recurrent_floats * sizeof(float); /* the state and its checkpoint */
+	uint64_t pages = (uint64_t)context / KV_PAGE_TOK + 4;
+	uint64_t least = pages * KV_PAGE_TOK * tok + states;
+	uint64_t bytes = c->kv_bytes_max;
+
+	if (bytes == 0)
+		bytes = MAX(MIN(4 * pages * KV_PAGE_TOK * tok + 8 * states, mem_available() / 4), least);
+	if (bytes < least)
+		return fail(ret_error, -E2BIG,
+			    "KvBytesMax=%" PRIu64 " is too little for one session of %u tokens: at least %" PRIu64, bytes,
+			    context, least);
+	*ret = bytes;
+	return 0;
+}
+
+/* Everything that a loaded model needs, made before the old one is given up. */
+struct loaded {
+	struct model *model;
+	struct backend *backend;
+	struct kv_arena *arena;
+	float *logits;
+	uint64_t kv_bytes_max;
+	uint32_t context;
+};
+
+static void loaded_done(struct loaded *l)
+{
+	l->arena = kv_arena_free(l->arena);
+	if (l->backend)
+		l->backend = l->backend->ops->free(l->backend);
+	l->model = model_unref(l->model);
+	free(l->logits);
+	l->logits = NULL;
+}
+
+static int load_all(const struct engine_load *load, struct loaded *l, char **ret_error)
+{
+	const struct engine_config *c = &load->config;
+	bool f16;
+	size_t bytes;
+	int r;
+
+	r = model_load(load->path, &l->model, ret_error);
+	if (r < 0)
+		return r;
+	l->context = c->context > 0 ? c->context : MIN(l->model->n_ctx_train, 32768u);
+	f16 = c->kv_f16 >= 0 ? c->kv_f16 > 0 : !l->model->weights_f32;
+	r = size_memory(l->model, c, f16, l->context, &l->kv_bytes_max, ret_error);
+	if (r < 0)
+		return r;
+	r = kv_arena_new(&l->model->kv, f16, l->kv_bytes_max, &l->arena);
+	if (r < 0)
+		return fail(ret_error, r, "%s: no memory for %" PRIu64 " bytes of keys and values", load->path, l->kv_bytes_max);
+	r = backend_cpu_new(c->threads, graph_scratch_bytes(l->model, c->batch_tok), &l->backend);
+	if (r < 0)
+		return fail(ret_error, r, "cannot start %u compute threads: %s", c->threads, strerror(-r));
+	if (!mul_ok(l->model->n_vocab, sizeof(float), &bytes) || !(l->logits = malloc(bytes)))
+		return fail(ret_error, -ENOMEM, "%s: no memory for the logits", load->path);
+	return 0;
+}
+
+static void load_model(struct engine *e, struct engine_load *load)
+{
+	struct loaded l = {};
+
+	load->err = load_all(load, &l, &load->error);
+	if (load->err == 0) {
+		struct loaded old = { e->model, e->backend, e->arena, e->logits, 0, 0 };
+
+		/* Token ids of the old vocabulary mean nothing to the new one. */
+		for (struct engine_session *s = e->sessions; s; s = s->next) {
+			session_forget(e, s);
+			s->tokens.n = 0;
+			s->open_turn = false;
+		}
+		loaded_done(&old);
+		e->model = l.model;
+		e->backend = l.backend;
+		e->arena = l.arena;
+		e->logits = l.logits;
+		e->kv_bytes_max = l.kv_bytes_max;
+		e->context = l.context;
+		e->threads = load->config.threads;
+		e->batch_tok = load->config.batch_tok;
+		load->model = model_ref(e->model);
+	} else {
+		loaded_done(&l);
+	}
+	engine_stats_fill(e, &load->stats);
+	load->mail.kind = EVENT_LOADED;
+	mailbox_post(e->out, &load->mail);
+}
+
+static int clone_session(struct engine *e, const struct engine_session *from, struct engine_session *to)
+{
+	int r = tokens_append(&to->tokens, from->tokens.ids, from->tokens.n);
+
+	if (r < 0)
+		return r;
+	to->open_turn = from->open_turn;
+	to->n_valid = 0;
+	session_link(e, to);
+	to->last_used = ++e->clock;
+	/* Without memory for a copy of the state the clone still has its tokens. */
+	if (from->state && from->n_valid > 0 && state_clone(from->state, e->model, e->arena, &to->state) == 0)
+		to->n_valid = from->n_valid;
+	while (bytes_used(e) > e->kv_bytes_max && engine_make_room(e, to))
+		;
+	if (bytes_used(e) > e->kv_bytes_max)
+		session_forget(e, to);
+	return 0;
+}
+
+static void take_mail(struct engine *e, struct mail *m)
+{
+	switch ((enum engine_mail)m->kind) {
+	case ENGINE_LOAD:
+		e->load = (struct engine_load *)m;
+		break;
+	case ENGINE_REQUEST:
+		sched_add(&e->sched, &((struct engine_request *)m)->sched);
+		break;
+	case ENGINE_FREE:
+		engine_session_drop(e, (struct engine_session *)m);
+		break;
+	case ENGINE_CLONE: {
+		struct engine_clone *c = (struct engine_clone *)m;
+
+		c->err = e->model ? clone_session(e, c->from, c->to) : -ENXIO;
+		engine_stats_fill(e, &c->stats);
+		m->kind = EVENT_CLONED;
+		mailbox_post(e->out, m);
+		break;
+	}
+	case ENGINE_WAKE:
+		atomic_store(&e->wake_posted, false);
+		break;
+	case ENGINE_QUIT:
+		e->quit = true;
+		break;
+	}
+}
+
+void engine_return(struct engine *e, struct engine_request *req)
+{
+	sched_remove(&e->sched, &req->sched);
+	engine_stats_fill(e, &req->stats);
+	req->mail.kind = EVENT_DONE;
+	mailbox_post(e->out, &req->mail);
+}
+
+/* Requests that wait and are wanted no more leave at once, whatever runs. */
+static void drop_cancelled(struct engine *e)
+{
+	struct sched_entry *next;
+
+	for (struct sched_entry *s = e->sched.first; s; s = next) {
+		struct engine_request *req = (struct engine_request *)((char *)s - offsetof(struct engine_request, sched));
+
+		next = s->next;
+		if (s->running || !(e->quit || atomic_load(&req->cancel) || atomic_load(&req->gone)))
+			continue;
+		req->error = e->quit ? ERROR_STOPPING : ERROR_NONE;
+		req->stop_reason = REPLY_STOP_CANCELLED;
+		req->context_used = req->session ? req->session->tokens.n : 0;
+		req->usage.queue_us = now_us() - req->accepted_us;
+		engine_return(e, req);
+	}
+}
+
+static void *engine_main(void *arg)
+{
+	struct engine *e = arg;
+
+	(void)pthread_setname_np(pthread_self(), "residentd-engine");
+	for (;;) {
+		bool idle = e->sched.n == 0 && !e->load && !e->quit;
+		struct mail *next;
+
+		for (struct mail *m = mailbox_take_all(&e->inbox, idle); m; m = next) {
+			next = m->next;
+			take_mail(e, m);
+		}
+		drop_cancelled(e);
+		if (e->sched.n > 0) {
+			struct sched_entry *s = sched_pick(&e->sched);
+
+			run_step(e, (struct engine_request *)((char *)s - offsetof(struct engine_request, sched)));
+		} else if (e->load) {
+			load_model(e, TAKE_PTR(e->load));
+		} else if (e->quit) {
+			return NULL;
+		}
+	}
+}
+
+int engine_new(struct mailbox *to_loop, struct engine **ret)
+{
+	struct engine *e = calloc(1, sizeof(*e));
+	int r;
+
+	if (!e)
+		return -ENOMEM;
+	e->out = to_loop;
+	e->wake.kind = ENGINE_WAKE;
+	e->quit_mail.kind = ENGINE_QUIT;
+	r = mailbox_init(&e->inbox, false);
+	if (r < 0) {
+		free(e);
+		return r;
+	}
+	r = pthread_create(&e->thread, NULL, engine_main, e);
+	if (r > 0) {
+		mailbox_done(&e->inbox);
+		free(e);
+		return -r;
+	}
+	*ret = e;
+	return 0;
+}
+
+void engine_post(struct engine *e, struct mail *m)
+{
+	mailbox_post(&e->inbox, m);
+}
+
+void engine_wake(struct engine *e)
+{
+	if (!atomic_exchange(&e->wake_posted, true))
+		mailbox_post(&e->inbox, &e->wake);
+}
+
+void engine_quit(struct engine *e)
+{
+	if (!e->quit_posted) {
+		e->quit_posted = true;
+		mailbox_post(&e->inbox, &e->quit_mail);
+	}
+}
+
+void engine_join(struct engine *e)
+{
+	if (e->joined)
+		return;
+	engine_quit(e);
+	pthread_join(e->thread, NULL);
+	e->joined = true;
+}
+
+struct engine *engine_free(struct engine *e)
+{
+	struct mail *next;
+
+	if (!e)
+		return NULL;
+	engine_join(e);
+	/* Sessions handed over after the thread had ended. */
+	for (struct mail *m = mailbox_take_all(&e->inbox, false); m; m = next) {
+		next = m->next;
+		if (m->kind == ENGINE_FREE)
+			engine_session_drop(e, (struct engine_session *)m);
+	}
+	while (e->sessions)
+		engine_session_drop(e, e->sessions);
+	loaded_done(&(struct loaded){ e->model, e->backend, e->arena, e->logits, 0, 0 });
+	mailbox_done(&e->inbox);
+	free(e);
+	return NULL;
+}

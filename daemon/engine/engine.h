@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * engine.h: the engine thread: it owns model, backend, KV arena and what sessions remember, and runs requests step by step.
+ *
+ * The loop thread hands over mail (requests, sessions to free or clone, a model to load) and gets mail back; nothing else is shared
+ * but two flags in each request that the loop may raise at any time. A request belongs to the engine from engine_post() until it
+ * comes back as EVENT_DONE; every request comes back exactly once. Refuses to know sockets, users and JSON.
+ */
+#pragma once
+
+#include "daemon/base.h"
+#include "daemon/engine/reply.h"
+#include "daemon/errors.h"
+#include "daemon/model/model.h"
+#include "daemon/model/sample.h"
+#include "daemon/sched.h"
+#include "daemon/worker.h"
+
+struct engine;
+struct engine_session;
+
+enum engine_mail {
+	ENGINE_LOAD,	/* struct engine_load; waits until no request is left */
+	ENGINE_REQUEST, /* struct engine_request */
+	ENGINE_FREE,	/* struct engine_session: gone for good */
+	ENGINE_CLONE,	/* struct engine_clone */
+	ENGINE_WAKE,	/* static: look at the flags */
+	ENGINE_QUIT,	/* static: end what runs, return everything, stop */
+};
+
+enum engine_event_kind {
+	EVENT_LOADED = 100, /* struct engine_load */
+	EVENT_CLONED,	    /* struct engine_clone */
+	EVENT_PROGRESS,	    /* struct engine_event */
+	EVENT_DONE,	    /* struct engine_request */
+};
+
+struct engine_config {
+	uint32_t threads, context, batch_tok;
+	uint64_t kv_bytes_max; /* 0: auto */
+	int kv_f16;	       /* -1: as the weights ask */
+};
+
+/* What the loop may publish; a copy travels with every EVENT_DONE, EVENT_LOADED and EVENT_CLONED. */
+struct engine_stats {
+	uint64_t kv_bytes_used, kv_bytes_max; /* KV pages and recurrent states of all sessions */
+	uint32_t context, threads;
+	const char *backend; /* static */
+};
+
+struct engine_load {
+	struct mail mail;
+	char *path; /* owned */
+	struct engine_config config;
+	/* result */
+	struct model *model; /* a reference for the loop; NULL: failed, the engine keeps what it had */
+	char *error;
+	int err;
+	struct engine_stats stats;
+};
+
+struct engine_clone {
+	struct mail mail;
+	struct engine_session *from, *to;
+	int err;
+	struct engine_stats stats;
+};
+
+struct engine_usage {
+	uint64_t prompt_tok, cached_tok, answer_tok, thought_tok;
+	uint64_t queue_us, prefill_us, decode_us;
+};
+
+struct engine_request {
+	struct mail mail;
+	struct sched_entry sched;
+	/* What to do: filled by the loop and the preparing worker. */
+	struct engine_session *session; /* NULL: a conversation of this one request */
+	struct model *model;		/* reference: whose vocabulary the prompt is in */
+	bool chat, special;
+	struct tokens prompt;
+	size_t answer_start; /* as struct template_prompt */
+	bool thinking_open;
+	int64_t max_tok, max_thinking_tok;
+	struct sample_params sample;
+	const char *const *stop;
+	size_t n_stop;
+	uint64_t accepted_us; /* now_us() of arrival */
+	/* Raised by the loop at any time. */
+	atomic_bool cancel; /* stop at the next step; the session stays usable at once */
+	atomic_bool gone;   /* nobody will hear the answer: stop within a layer, at the price of the session's state */
+	/* The outcome. */
+	enum error_code error;
+	char *error_text; /* NULL: the code's own */
+	enum reply_stop stop_reason;
+	struct engine_usage usage;
+	size_t context_used;
+	struct engine_stats stats;
+};
+
+/* A step's outcome: prefill progress (total > 0) or a token. */
+struct engine_event {
+	struct mail mail;
+	struct engine_request *req;
+	uint64_t prefill_done, prefill_total;
+	struct buf text[2]; /* by enum reply_channel */
+	bool has_logprob;
+	struct logprob chosen, top[SAMPLE_LOGPROBS_MAX];
+	size_t n_top;
+	uint32_t n_prefill_tok, n_decode_tok; /* computed in this step */
+	uint64_t busy_us;
+};
+void engine_event_free(struct engine_event *e);
+
+int engine_new(struct mailbox *to_loop, struct engine **ret);
+void engine_post(struct engine *e, struct mail *m);
+void engine_wake(struct engine *e);
+/* Asks the thread to end: running and waiting requests come back with ERROR_STOPPING. engine_join() waits for it (its last mail may be
+ * taken then), engine_free() joins too and frees what sessions are left. */
+void engine_quit(struct engine *e);
+void engine_join(struct engine *e);
+struct engine *engine_free(struct engine *e);
+
+/* An empty memory, made by the loop, used and freed by the engine only. NULL: out of memory. engine_session_free() hands it over;
+ * no request may be using it. */
+struct engine_session *engine_session_new(void);
+void engine_session_free(struct engine *e, struct engine_session *s);

@@ -1,0 +1,357 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * run.c: what one request does, step by step: take up the session, evaluate the prompt in pieces, then token by token until the reply
+ * ends; then leave the session as the conversation is.
+ *
+ * Engine thread, called by engine.c only. Refuses to know queueing and memory of others. Invariants: a request that ends before its first
+ * token leaves the session's tokens as they were; after its first token the messages and what was answered are part of them.
+ * session->n_valid never claims more than the state has evaluated.
+ */
+#include "daemon/engine/engine-private.h"
+
+struct run {
+	struct engine_request *req;
+	struct engine_session *ses;
+	bool own_session;  /* made for this request, dropped with it */
+	struct tokens seq; /* conversation and prompt, then the generated tokens */
+	size_t n_prompt;   /* of seq: what was there before the first generated token */
+	size_t cut;	   /* where the next turn of a thinking model returns to; n_prompt when there is no such place */
+	size_t n_cached;
+	struct sampler *sampler;
+	struct reply *reply;
+	bool has_logits;
+	uint64_t start_us, prompt_done_us;
+};
+
+static struct run *run_free(struct engine *e, struct run *run)
+{
+	if (run->own_session && run->ses)
+		engine_session_drop(e, run->ses);
+	tokens_done(&run->seq);
+	run->sampler = sampler_free(run->sampler);
+	run->reply = reply_free(run->reply);
+	free(run);
+	return NULL;
+}
+
+static int refuse(struct engine_request *req, enum error_code code, int err)
+{
+	if (req->error == ERROR_NONE)
+		req->error = code;
+	return err;
+}
+
+/* seq = what the session holds, the end of its last turn, the prompt. */
+static int build_sequence(struct engine *e, struct run *run)
+{
+	struct engine_request *req = run->req;
+	const struct tokens *old = &run->ses->tokens, *end;
+	int32_t bos = tokenizer_bos(e->model->tokenizer);
+	size_t before;
+	int r;
+
+	r = tokens_append(&run->seq, old->ids, old->n);
+	if (r >= 0 && old->n == 0 && tokenizer_add_bos(e->model->tokenizer) && bos >= 0)
+		r = tokens_append(&run->seq, &bos, 1);
+	if (r >= 0 && req->chat && run->ses->open_turn) {
+		end = template_turn_end(e->model->template);
+		r = tokens_append(&run->seq, end->ids, end->n);
+	}
+	before = run->seq.n;
+	if (r >= 0)
+		r = tokens_append(&run->seq, req->prompt.ids, req->prompt.n);
+	if (r < 0)
+		return refuse(req, ERROR_NO_MEMORY, r);
+	run->n_prompt = run->seq.n;
+	run->cut = req->chat ? before + req->answer_start : run->n_prompt;
+	if (run->n_prompt == 0) {
+		req->error_text = strdup("the prompt is empty");
+		return refuse(req, ERROR_INVALID_REQUEST, -EINVAL);
+	}
+	/* Room for at least one generated token. */
+	if (run->n_prompt >= e->context) {
+		req->error_text = NULL;
+		(void)fail(&req->error_text, 0, "the conversation needs %zu tokens, the context holds %u", run->n_prompt + 1,
+			   e->context);
+		return refuse(req, ERROR_CONTEXT_FULL, -ENOSPC);
+	}
+	return 0;
+}
+
+/* Brings the state to the longest usable beginning of seq. The last token is always evaluated anew: its logits are needed. */
+static void take_up_state(struct engine *e, struct run *run)
+{
+	struct engine_session *s = run->ses;
+	size_t want = MIN(s->n_valid, run->n_prompt - 1);
+
+	if (s->state->n_tok > want)
+		(void)state_rewind(s->state, e->model, e->arena, want);
+	s->n_valid = s->state->n_tok;
+	run->n_cached = s->state->n_tok;
+}
+
+static int make_helpers(struct engine *e, struct run *run)
+{
+	struct engine_request *req = run->req;
+	struct reply_options o = {
+		.chat = req->chat,
+		.thinking_open = req->thinking_open,
+		.special = req->special,
+		.max_tokens = req->max_tok,
+		.max_thinking_tokens = req->max_thinking_tok,
+		.stop = req->stop,
+		.n_stop = req->n_stop,
+	};
+	size_t from = run->n_prompt > SAMPLE_WINDOW_MAX ? run->n_prompt - SAMPLE_WINDOW_MAX : 0;
+	int r;
+
+	r = sampler_new(&req->sample, e->model->n_vocab, &run->sampler);
+	if (r >= 0)
+		r = reply_new(e->model->tokenizer, req->chat ? e->model->template : NULL, &o, &run->reply);
+	if (r < 0)
+		return refuse(req, ERROR_NO_MEMORY, r);
+	for (size_t i = from; i < run->n_prompt; i++)
+		sampler_accept(run->sampler, run->seq.ids[i]);
+	return 0;
+}
+
+static int run_begin(struct engine *e, struct engine_request *req)
+{
+	struct run *run;
+	int r;
+
+	req->sched.running = true;
+	run = e->run = calloc(1, sizeof(*run));
+	if (!run)
+		return refuse(req, ERROR_NO_MEMORY, -ENOMEM);
+	run->req = req;
+	run->start_us = run->prompt_done_us = now_us();
+	req->usage.queue_us = run->start_us - req->accepted_us;
+	if (!e->model || e->model != req->model)
+		return refuse(req, e->model ? ERROR_LOADING : ERROR_NO_MODEL, -ENXIO);
+	run->ses = req->session;
+	if (!run->ses) {
+		run->ses = engine_session_new();
+		if (!run->ses)
+			return refuse(req, ERROR_NO_MEMORY, -ENOMEM);
+		run->own_session = true;
+	}
+	r = engine_session_begin(e, run->ses);
+	if (r < 0)
+		return refuse(req, ERROR_NO_MEMORY, r);
+	r = build_sequence(e, run);
+	if (r < 0)
+		return r;
+	take_up_state(e, run);
+	return make_helpers(e, run);
+}
+
+/* One batch of the run's sequence; ret_n of its tokens from the state's position. */
+static int evaluate(struct engine *e, struct run *run, size_t n, bool want_logits)
+{
+	struct state *state = run->ses->state;
+	struct graph_seq seq = {
+		.state = state,
+		.tokens = run->seq.ids + state->n_tok,
+		.n_tok = n,
+		.want = want_logits ? GRAPH_WANT_LAST : GRAPH_WANT_NONE,
+	};
+	int r;
+
+	do {
+		r = engine_charge(e, run->ses, n);
+		if (r == 0)
+			r = graph_forward(e->model, e->backend, e->arena, &seq, 1, &run->req->gone, e->logits);
+	} while (r == -ENOSPC && engine_make_room(e, run->ses));
+	switch (r) {
+	case 0:
+	case -ECANCELED:
+		return r;
+	case -ENOSPC:
+	case -ENOMEM:
+		return refuse(run->req, ERROR_NO_MEMORY, r);
+	default:
+		return refuse(run->req, ERROR_INTERNAL, r);
+	}
+}
+
+static struct engine_event *event_new(struct run *run, uint64_t busy_us)
+{
+	struct engine_event *ev = calloc(1, sizeof(*ev));
+
+	if (!ev) {
+		(void)refuse(run->req, ERROR_NO_MEMORY, -ENOMEM);
+		return NULL;
+	}
+	ev->mail.kind = EVENT_PROGRESS;
+	ev->req = run->req;
+	ev->busy_us = busy_us;
+	return ev;
+}
+
+static int prefill_step(struct engine *e, struct run *run)
+{
+	uint64_t begun = now_us();
+	size_t pos = run->ses->state->n_tok, n = MIN((size_t)e->batch_tok, run->n_prompt - pos);
+	struct engine_event *ev;
+	int r;
+
+	/* End a batch at the cut: that is where the checkpoint is taken. */
+	if (pos < run->cut && pos + n > run->cut)
+		n = run->cut - pos;
+	r = evaluate(e, run, n, pos + n == run->n_prompt);
+	if (r < 0)
+		return r;
+	pos += n;
+	run->has_logits = pos == run->n_prompt;
+	/* Without memory for it the next turn evaluates more again, no worse. */
+	if (pos == run->cut && run->cut < run->n_prompt)
+		(void)state_checkpoint(run->ses->state, e->model);
+	ev = event_new(run, now_us() - begun);
+	if (!ev)
+		return -ENOMEM;
+	ev->prefill_done = pos - run->n_cached;
+	ev->prefill_total = run->n_prompt - run->n_cached;
+	ev->n_prefill_tok = (uint32_t)n;
+	mailbox_post(e->out, &ev->mail);
+	if (run->has_logits)
+		run->prompt_done_us = now_us();
+	return 0;
+}
+
+/* One token: chosen from the logits or forced, shown, then evaluated unless the reply ended with it. */
+static int decode_step(struct engine *e, struct run *run)
+{
+	struct engine_request *req = run->req;
+	uint64_t begun = now_us();
+	struct engine_event *ev = event_new(run, 0);
+	int32_t token;
+	int r;
+
+	if (!ev)
+		return -ENOMEM;
+	token = reply_forced(run->reply);
+	if (token < 0) {
+		r = sampler_pick(run->sampler, e->logits, &token, &ev->chosen, ev->top, &ev->n_top);
+		if (r < 0) {
+			req->error_text = strdup("the model computed no finite number");
+			engine_event_free(ev);
+			return refuse(req, ERROR_MODEL_BROKEN, r);
+		}
+		ev->has_logprob = req->sample.top_logprobs > 0;
+	}
+	sampler_accept(run->sampler, token);
+	r = tokens_append(&run->seq, &token, 1);
+	if (r >= 0) {
+		r = reply_push(run->reply, token, ev->text);
+		if (r > 0)
+			req->stop_reason = (enum reply_stop)r;
+	}
+	if (r == REPLY_RUNNING && run->seq.n >= e->context)
+		req->stop_reason = REPLY_STOP_CONTEXT;
+	if (r < 0)
+		(void)refuse(req, ERROR_NO_MEMORY, r);
+	else if (req->stop_reason == REPLY_RUNNING)
+		r = evaluate(e, run, 1, true);
+	ev->n_decode_tok = 1;
+	ev->busy_us = now_us() - begun;
+	mailbox_post(e->out, &ev->mail);
+	return r;
+}
+
+/* The text that the reply still held back, as a last event. */
+static void flush_reply(struct engine *e, struct run *run)
+{
+	struct engine_event *ev;
+
+	if (!run->reply || !(ev = event_new(run, 0)))
+		return;
+	if (reply_finish(run->reply, ev->text) < 0)
+		(void)refuse(run->req, ERROR_NO_MEMORY, -ENOMEM);
+	mailbox_post(e->out, &ev->mail);
+}
+
+/* The conversation after the answer: up to the cut, then the answer without its thought and without the end-of-turn token. */
+static int commit_tokens(struct engine *e, struct run *run)
+{
+	struct engine_session *s = run->ses;
+	size_t end = run->seq.n, from = run->n_prompt;
+	struct tokens now = {};
+	int r;
+
+	if (end > run->n_prompt && tokenizer_is_eog(e->model->tokenizer, run->seq.ids[end - 1]))
+		end--;
+	if (run->req->chat)
+		from = MIN(end, run->n_prompt + (size_t)reply_answer_start(run->reply));
+	r = tokens_append(&now, run->seq.ids, run->cut);
+	if (r >= 0)
+		r = tokens_append(&now, run->seq.ids + from, end - from);
+	if (r < 0) {
+		tokens_done(&now);
+		return r;
+	}
+	tokens_done(&s->tokens);
+	s->tokens = now;
+	s->open_turn = run->req->chat;
+	return 0;
+}
+
+/* How much of the session's tokens the state has evaluated: the common beginning of both. */
+static void update_valid(struct run *run)
+{
+	struct engine_session *s = run->ses;
+	size_t n = s->state ? MIN(s->state->n_tok, s->tokens.n) : 0, i = 0;
+
+	n = MIN(n, run->seq.n);
+	while (i < n && s->tokens.ids[i] == run->seq.ids[i])
+		i++;
+	s->n_valid = i;
+}
+
+static void run_end(struct engine *e, struct engine_request *req)
+{
+	struct run *run = e->run;
+	uint64_t end_us = now_us();
+
+	if (run) {
+		if (run->reply && run->seq.n > run->n_prompt)
+			flush_reply(e, run);
+		req->usage.prompt_tok = run->n_prompt;
+		req->usage.cached_tok = run->n_cached;
+		req->usage.prefill_us = (run->has_logits ? run->prompt_done_us : end_us) - run->start_us;
+		req->usage.decode_us = run->has_logits ? end_us - run->prompt_done_us : 0;
+		if (run->reply) {
+			req->usage.answer_tok = reply_n_answer(run->reply);
+			req->usage.thought_tok = reply_n_thought(run->reply);
+		}
+		if (run->ses) {
+			if (!run->own_session && run->seq.n > run->n_prompt && commit_tokens(e, run) < 0)
+				(void)refuse(req, ERROR_NO_MEMORY, -ENOMEM);
+			update_valid(run);
+		}
+		req->context_used = run->seq.n;
+		e->run = run_free(e, run);
+	}
+	if (req->session)
+		req->context_used = req->session->tokens.n;
+	engine_return(e, req);
+}
+
+void run_step(struct engine *e, struct engine_request *req)
+{
+	int r = 0;
+
+	if (!req->sched.running)
+		r = run_begin(e, req);
+	if (r == 0 && (e->quit || atomic_load(&req->cancel) || atomic_load(&req->gone)))
+		r = -ECANCELED;
+	else if (r == 0)
+		r = e->run->has_logits ? decode_step(e, e->run) : prefill_step(e, e->run);
+	if (r == -ECANCELED) {
+		req->stop_reason = REPLY_STOP_CANCELLED;
+		if (e->quit && req->error == ERROR_NONE)
+			req->error = ERROR_STOPPING;
+	}
+	if (r < 0 || req->error != ERROR_NONE || req->stop_reason != REPLY_RUNNING)
+		run_end(e, req);
+}

@@ -1,0 +1,661 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * request.c: one request from its parameters to its last frame. See request.h.
+ *
+ * Loop thread but for prepare(). Text of prompts and answers passes through here and goes nowhere else: not into a log, not into an error.
+ */
+#include "daemon/request.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <sys/random.h>
+
+#define CONTENT_MAX (64U << 20) /* the message cap is what bounds it */
+#define TOKENIZE_MAX 262144	/* bytes: the reply is some 30 times as large while it is made */
+#define MESSAGES_MAX 10000
+#define BIAS_MAX 1024
+
+static void request_free(struct request *r)
+{
+	if (!r)
+		return;
+	json_decref(r->parameters);
+	json_decref(r->logprobs_all);
+	free(r->messages);
+	free(r->bias);
+	free(r->prepare_error);
+	free(r->engine.error_text);
+	tokens_done(&r->engine.prompt);
+	tokens_done(&r->tokenized);
+	buf_done(&r->text_all[0]);
+	buf_done(&r->text_all[1]);
+	r->engine.model = model_unref(r->engine.model);
+	free(r);
+}
+
+static bool parse_bias(struct request *r, struct args *a, json_t *obj)
+{
+	uint32_t n_vocab = r->engine.model->n_vocab;
+	const char *key;
+	json_t *value;
+	size_t n = 0;
+
+	if (json_object_size(obj) > BIAS_MAX) {
+		args_refuse(a, "logit_bias", "too many entries");
+		return false;
+	}
+	r->bias = calloc(json_object_size(obj) + 1, sizeof(*r->bias));
+	if (!r->bias)
+		return false;
+	json_object_foreach(obj, key, value) {
+		double bias = json_is_number(value) ? json_number_value(value) : NAN;
+		uint64_t id;
+
+		if (parse_u64(key, 0, n_vocab - 1, &id) < 0 || !(fabs(bias) <= 1000)) {
+			args_refuse(a, "logit_bias", "keys are token ids, values numbers from -1000 to 1000");
+			return false;
+		}
+		r->bias[n++] = (struct logit_bias){ (int32_t)id, (float)bias };
+	}
+	r->engine.sample.bias = r->bias;
+	r->engine.sample.n_bias = n;
+	return true;
+}
+
+static void parse_stop(struct request *r, struct args *a, json_t *array)
+{
+	for (size_t i = 0; i < json_array_size(array); i++) {
+		json_t *s = json_array_get(array, i);
+
+		if (!json_is_string(s) || json_string_length(s) == 0 || json_string_length(s) > REPLY_STOP_BYTES_MAX) {
+			args_refuse(a, "stop", "stop strings have 1 to 256 bytes");
+			return;
+		}
+		r->stop[i] = json_string_value(s);
+	}
+	r->engine.stop = r->stop;
+	r->engine.n_stop = json_array_size(array);
+}
+
+static uint64_t random_seed(void)
+{
+	uint64_t seed = 0;
+
+	if (getrandom(&seed, sizeof(seed), 0) != (ssize_t)sizeof(seed))
+		seed = now_us();
+	return seed;
+}
+
+static void read_float(struct args *a, const char *key, double min, double max, float *ret)
+{
+	double x;
+
+	if (args_f64(a, key, min, max, &x))
+		*ret = (float)x;
+}
+
+/* Within the bounds of sample_params_check(), but naming the field for the client. */
+static void parse_sampling(struct request *r, struct args *a)
+{
+	struct sample_params *p = &r->engine.sample;
+	int64_t i;
+
+	read_float(a, "temperature", 0, 100, &p->temperature);
+	if (args_i64(a, "top_k", false, 0, INT32_MAX, &i))
+		p->top_k = (uint32_t)i;
+	read_float(a, "top_p", 1e-6, 1, &p->top_p);
+	read_float(a, "min_p", 0, 1, &p->min_p);
+	read_float(a, "typical_p", 1e-6, 1, &p->typical_p);
+	read_float(a, "repeat_penalty", 0.01, 10, &p->repeat_penalty);
+	read_float(a, "presence_penalty", -2, 2, &p->presence_penalty);
+	read_float(a, "frequency_penalty", -2, 2, &p->frequency_penalty);
+	if (args_i64(a, "penalty_last_tokens", false, 0, SAMPLE_WINDOW_MAX, &i))
+		p->penalty_last_tok = (uint32_t)i;
+	p->seed = args_i64(a, "seed", false, 0, INT64_MAX, &i) ? (uint64_t)i : random_seed();
+	if (args_i64(a, "top_logprobs", false, 0, SAMPLE_LOGPROBS_MAX, &i))
+		p->top_logprobs = (uint32_t)i;
+}
+
+/* options: 0, or -EINVAL with the field's name in *ret_bad. */
+static int parse_options(struct request *r, json_t *obj, char **ret_bad, const char **ret_why)
+{
+	const struct config *c = &r->daemon->config;
+	struct args a;
+	json_t *sub;
+
+	sample_params_default(&r->engine.sample);
+	r->engine.sample.seed = 0;
+	r->engine.max_tok = c->max_tokens;
+	r->engine.max_thinking_tok = c->max_thinking_tokens;
+	args_begin(&a, obj);
+	(void)args_i64(&a, "max_tokens", false, 1, INT32_MAX, &r->engine.max_tok);
+	(void)args_i64(&a, "max_thinking_tokens", false, 0, INT32_MAX, &r->engine.max_thinking_tok);
+	parse_sampling(r, &a);
+	if (args_array(&a, "stop", false, REPLY_STOP_MAX, &sub))
+		parse_stop(r, &a, sub);
+	if (args_object(&a, "logit_bias", false, &sub) && !parse_bias(r, &a, sub) && !a.bad)
+		return -ENOMEM;
+	r->thinking = r->engine.max_thinking_tok != 0;
+	if (args_end(&a) < 0) {
+		(void)fail(ret_bad, 0, "options.%s", a.bad);
+		*ret_why = a.why;
+		return -EINVAL;
+	}
+	return 0;
+}
+
+static const char *parse_message(json_t *obj, struct message *ret)
+{
+	const char *role = NULL, *content = NULL, *reasoning = NULL;
+	size_t role_len, len = 0, reasoning_len = 0;
+	struct args a;
+
+	if (!json_is_object(obj))
+		return "messages are objects with role and content";
+	args_begin(&a, obj);
+	(void)args_str(&a, "role", true, 32, &role, &role_len);
+	(void)args_str(&a, "content", true, CONTENT_MAX, &content, &len);
+	(void)args_str(&a, "reasoning", false, CONTENT_MAX, &reasoning, &reasoning_len);
+	if (args_end(&a) < 0)
+		return "a message has role, content and perhaps reasoning, all strings";
+	*ret = (struct message){
+		.content = content,
+		.content_len = len,
+		.reasoning = reasoning,
+		.reasoning_len = reasoning_len,
+	};
+	if (streq(role, "system"))
+		ret->role = MESSAGE_SYSTEM;
+	else if (streq(role, "user"))
+		ret->role = MESSAGE_USER;
+	else if (streq(role, "assistant"))
+		ret->role = MESSAGE_ASSISTANT;
+	else
+		return "role is system, user or assistant";
+	return NULL;
+}
+
+static int parse_messages(struct request *r, json_t *array, const char **ret_why)
+{
+	r->n_messages = json_array_size(array);
+	if (r->n_messages == 0) {
+		*ret_why = "at least one message is needed";
+		return -EINVAL;
+	}
+	r->messages = calloc(r->n_messages, sizeof(*r->messages));
+	if (!r->messages)
+		return -ENOMEM;
+	for (size_t i = 0; i < r->n_messages; i++) {
+		*ret_why = parse_message(json_array_get(array, i), &r->messages[i]);
+		if (*ret_why)
+			return -EINVAL;
+	}
+	return 0;
+}
+
+/* Reads the parameters of any kind. On -EINVAL *ret_bad names the field. */
+static int parse(struct request *r, json_t *params, const char **ret_session, char **ret_bad, const char **ret_why)
+{
+	json_t *options = NULL, *messages = NULL;
+	struct args a;
+	size_t len;
+	int e = 0;
+
+	args_begin(&a, params);
+	switch (r->kind) {
+	case REQUEST_SEND:
+		(void)args_str(&a, "session", true, 256, ret_session, &len);
+		(void)args_array(&a, "messages", true, MESSAGES_MAX, &messages);
+		break;
+	case REQUEST_CHAT:
+		(void)args_array(&a, "messages", true, MESSAGES_MAX, &messages);
+		break;
+	case REQUEST_COMPLETE:
+		(void)args_str(&a, "session", false, 256, ret_session, &len);
+		(void)args_str(&a, "prompt", true, CONTENT_MAX, &r->text, &r->text_len);
+		(void)args_bool(&a, "special", &r->engine.special);
+		break;
+	case REQUEST_TOKENIZE:
+		(void)args_str(&a, "text", true, TOKENIZE_MAX, &r->text, &r->text_len);
+		(void)args_bool(&a, "special", &r->engine.special);
+		break;
+	}
+	if (r->kind != REQUEST_TOKENIZE)
+		(void)args_object(&a, "options", false, &options);
+	if (args_end(&a) < 0) {
+		(void)fail(ret_bad, 0, "%s", a.bad);
+		*ret_why = a.why;
+		return -EINVAL;
+	}
+	if (messages) {
+		e = parse_messages(r, messages, ret_why);
+		if (e < 0) {
+			(void)fail(ret_bad, 0, "messages");
+			return e;
+		}
+	}
+	if (r->kind == REQUEST_TOKENIZE)
+		return 0;
+	options = options ? json_incref(options) : json_object();
+	if (!options)
+		return -ENOMEM;
+	e = parse_options(r, options, ret_bad, ret_why);
+	json_decref(options);
+	return e;
+}
+
+/* On a worker. */
+static void prepare(struct job *job)
+{
+	struct request *r = (struct request *)((char *)job - offsetof(struct request, job));
+	struct model *m = r->engine.model;
+	struct template_options o = { .continuation = r->continuation, .thinking = r->thinking };
+	struct template_prompt prompt = {};
+	enum tokenizer_flags flags = r->engine.special ? TOKENIZER_SPECIAL : 0;
+
+	switch (r->kind) {
+	case REQUEST_SEND:
+	case REQUEST_CHAT:
+		r->prepare_err = template_render(m->template, r->messages, r->n_messages, &o, &r->engine.cancel, &prompt,
+						 &r->prepare_error);
+		if (r->prepare_err < 0)
+			return;
+		r->engine.prompt = prompt.tokens;
+		r->engine.answer_start = prompt.answer_start;
+		r->engine.thinking_open = prompt.thinking_open;
+		return;
+	case REQUEST_COMPLETE:
+		r->prepare_err = tokenizer_encode(m->tokenizer, r->text, r->text_len, flags, &r->engine.cancel,
+						  &r->engine.prompt);
+		return;
+	case REQUEST_TOKENIZE:
+		r->prepare_err = tokenizer_encode(m->tokenizer, r->text, r->text_len, flags, &r->engine.cancel,
+						  &r->tokenized);
+		return;
+	}
+}
+
+static void link_request(struct daemon *d, struct request *r)
+{
+	r->id = r->engine.sched.seq = ++d->next_request;
+	r->prev = d->last_request;
+	*(r->prev ? &r->prev->next : &d->requests) = r;
+	d->last_request = r;
+	d->n_requests++;
+}
+
+static void unlink_request(struct daemon *d, struct request *r)
+{
+	*(r->prev ? &r->prev->next : &d->requests) = r->next;
+	*(r->next ? &r->next->prev : &d->last_request) = r->prev;
+	d->n_requests--;
+}
+
+static json_t *id_json(const struct request *r)
+{
+	char id[24];
+
+	snprintf(id, sizeof(id), "%" PRIu64, r->id);
+	return json_string(id);
+}
+
+/* A frame of a stream; obj is stolen. The first one carries the request's name. */
+static void send_frame(struct request *r, json_t *obj)
+{
+	if (!r->conn || !r->more) {
+		json_decref(obj);
+		return;
+	}
+	if (obj && !r->first_sent) {
+		(void)json_object_set_new(obj, "request", id_json(r));
+		r->first_sent = true;
+	}
+	if (!obj) {
+		request_cancel(r, false);
+		return;
+	}
+	conn_reply(r->conn, obj, true);
+}
+
+/* Tells everyone who waits how many are before him; the number only falls. */
+static void tell_positions(struct daemon *d)
+{
+	size_t before = 0;
+
+	for (struct request *r = d->requests; r; r = r->next) {
+		if (r->kind == REQUEST_TOKENIZE)
+			continue;
+		if (before < r->position) {
+			r->position = before;
+			send_frame(r, json_pack("{s{ss sI}}", "progress", "stage", "queued", "position", (json_int_t)before));
+		}
+		before++;
+	}
+}
+
+static struct request *request_new(struct conn *c, enum request_kind kind)
+{
+	struct request *r = calloc(1, sizeof(*r));
+
+	if (!r)
+		return NULL;
+	r->daemon = c->daemon;
+	r->conn = c;
+	r->uid = c->uid;
+	r->kind = kind;
+	r->more = c->current->call.more;
+	r->parameters = json_incref(c->current->call.parameters);
+	r->engine.model = model_ref(c->daemon->model);
+	r->engine.chat = kind == REQUEST_SEND || kind == REQUEST_CHAT;
+	r->engine.accepted_us = now_us();
+	r->position = SIZE_MAX;
+	r->job.run = prepare;
+	r->job.mail.kind = EVENT_PREPARED;
+	return r;
+}
+
+/* Service, model, queue: may a request start at all? Answers itself when not. */
+static bool admit(struct conn *c, enum request_kind kind)
+{
+	struct daemon *d = c->daemon;
+	const char *text;
+	enum error_code code = service_check(d, &text);
+
+	if (code != ERROR_NONE) {
+		conn_error(c, code, text, 0);
+		return false;
+	}
+	if ((kind == REQUEST_SEND || kind == REQUEST_CHAT) && !d->model->template) {
+		conn_error(c, ERROR_NOT_SUPPORTED, d->model->template_error, 0);
+		return false;
+	}
+	if (d->n_requests >= d->config.queue_max) {
+		/* A slot is free after one request: an estimate from the last minute, at least a second. */
+		conn_error(c, ERROR_QUEUE_FULL, NULL, 0);
+		return false;
+	}
+	return true;
+}
+
+void request_start(struct conn *c, enum request_kind kind)
+{
+	_cleanup_(freep) char *bad = NULL;
+	const char *session = NULL, *why = NULL;
+	struct daemon *d = c->daemon;
+	struct request *r;
+	int e;
+
+	if (!admit(c, kind))
+		return;
+	r = request_new(c, kind);
+	e = r ? parse(r, r->parameters, &session, &bad, &why) : -ENOMEM;
+	if (e < 0) {
+		if (e == -EINVAL)
+			conn_invalid(c, bad, why);
+		else
+			conn_error(c, ERROR_NO_MEMORY, NULL, 0);
+		request_free(r);
+		return;
+	}
+	if (session) {
+		struct session *s = session_find(d, c->uid, session);
+
+		if (!s || s->busy) {
+			conn_error(c, s ? ERROR_SESSION_BUSY : ERROR_NO_SUCH_SESSION, NULL, 0);
+			request_free(r);
+			return;
+		}
+		s->busy = true;
+		r->session = s;
+		r->engine.session = s->engine;
+		r->continuation = s->context_used > 0;
+	}
+	c->request = r;
+	link_request(d, r);
+	d->n_requests_total += kind != REQUEST_TOKENIZE;
+	tell_positions(d);
+	workers_submit(d->workers, &r->job);
+}
+
+/* The request is over and answered: gone from every list. */
+static void finish(struct request *r)
+{
+	struct daemon *d = r->daemon;
+
+	unlink_request(d, r);
+	if (r->conn)
+		r->conn->request = NULL;
+	if (r->session)
+		session_release(d, r->session);
+	request_free(r);
+	tell_positions(d);
+	service_check_stop(d);
+}
+
+static void fail_request(struct request *r, enum error_code code, const char *text)
+{
+	if (r->conn)
+		conn_error(r->conn, code, text, 0);
+	finish(r);
+}
+
+static json_t *tokenize_reply(const struct request *r)
+{
+	json_t *ids = json_array(), *pieces = json_array();
+
+	for (size_t i = 0; i < r->tokenized.n; i++) {
+		struct utf8_stream stream = {};
+		struct buf text = {};
+		size_t len;
+		const char *piece = tokenizer_piece(r->engine.model->tokenizer, r->tokenized.ids[i], true, &len);
+
+		/* A piece may be part of a character: shown as U+FFFD. */
+		if (utf8_push(&stream, piece, len, &text) == 0)
+			(void)utf8_flush(&stream, &text);
+		(void)json_array_append_new(ids, json_integer(r->tokenized.ids[i]));
+		(void)json_array_append_new(pieces, json_stringn(text.data ? text.data : "", text.len));
+		buf_done(&text);
+	}
+	return json_pack("{so so}", "tokens", ids, "pieces", pieces);
+}
+
+void request_prepared(struct request *r)
+{
+	struct daemon *d = r->daemon;
+
+	if (r->prepare_err >= 0 && d->engine_quit) {
+		fail_request(r, ERROR_STOPPING, NULL);
+	} else if (r->prepare_err == -ECANCELED && r->kind != REQUEST_TOKENIZE) {
+		r->engine.stop_reason = REPLY_STOP_CANCELLED;
+		r->engine.context_used = r->session ? r->session->context_used : 0;
+		r->engine.stats = d->stats;
+		request_done(r);
+	} else if (r->prepare_err == -EINVAL) {
+		fail_request(r, ERROR_INVALID_REQUEST, r->prepare_error);
+	} else if (r->prepare_err == -EOPNOTSUPP) {
+		fail_request(r, ERROR_NOT_SUPPORTED, r->prepare_error);
+	} else if (r->prepare_err < 0) {
+		fail_request(r, error_from_errno(r->prepare_err), NULL);
+	} else if (r->kind == REQUEST_TOKENIZE) {
+		if (r->conn)
+			conn_reply(r->conn, tokenize_reply(r), false);
+		finish(r);
+	} else {
+		r->engine.mail.kind = ENGINE_REQUEST;
+		engine_post(d->engine, &r->engine.mail);
+	}
+}
+
+static json_t *logprob_json(const struct model *m, const struct logprob *p)
+{
+	struct utf8_stream stream = {};
+	struct buf text = {};
+	size_t len;
+	const char *piece = tokenizer_piece(m->tokenizer, p->token, true, &len);
+	json_t *obj;
+
+	if (utf8_push(&stream, piece, len, &text) == 0)
+		(void)utf8_flush(&stream, &text);
+	/* JSON has no infinity: what is impossible gets the least finite float. */
+	obj = json_pack("{si ss sf}", "token", p->token, "text", text.data ? text.data : "", "logprob",
+			isfinite(p->logprob) ? (double)p->logprob : -3.4e38);
+	buf_done(&text);
+	return obj;
+}
+
+static json_t *logprobs_json(const struct request *r, const struct engine_event *e)
+{
+	json_t *obj = logprob_json(r->engine.model, &e->chosen), *top = json_array();
+
+	for (size_t i = 0; i < e->n_top; i++)
+		(void)json_array_append_new(top, logprob_json(r->engine.model, &e->top[i]));
+	if (obj)
+		(void)json_object_set_new(obj, "top", top);
+	else
+		json_decref(top);
+	return obj;
+}
+
+static void rate_add(struct rate *rate, uint64_t tok, uint64_t busy_us)
+{
+	uint64_t now = now_us() / 1000000;
+	size_t i = now % RATE_BUCKETS;
+
+	if (rate->second[i] != now) {
+		rate->second[i] = now;
+		rate->tok[i] = rate->busy_us[i] = 0;
+	}
+	rate->tok[i] += tok;
+	rate->busy_us[i] += busy_us;
+}
+
+static void send_text(struct request *r, const struct engine_event *e, enum reply_channel channel, json_t *logprobs)
+{
+	const struct buf *text = &e->text[channel];
+	json_t *obj;
+
+	if (!r->more) {
+		if (text->len > 0 && buf_append(&r->text_all[channel], text->data, text->len) < 0)
+			request_cancel(r, false);
+		if (logprobs && !r->logprobs_all)
+			r->logprobs_all = json_array();
+		if (logprobs)
+			(void)json_array_append(r->logprobs_all, logprobs);
+		return;
+	}
+	if (text->len == 0 && !logprobs)
+		return;
+	obj = json_pack("{ss% ss}", "text", text->data ? text->data : "", text->len, "channel",
+			channel == REPLY_THOUGHT ? "thought" : "answer");
+	if (obj && logprobs)
+		(void)json_object_set_new(obj, "logprobs", json_pack("[O]", logprobs));
+	send_frame(r, obj);
+}
+
+void request_progress(struct engine_event *e)
+{
+	struct request *r = (struct request *)e->req;
+	bool thought = e->text[REPLY_THOUGHT].len > 0;
+
+	rate_add(&r->daemon->prefill_rate, e->n_prefill_tok, e->n_prefill_tok ? e->busy_us : 0);
+	rate_add(&r->daemon->decode_rate, e->n_decode_tok, e->n_decode_tok ? e->busy_us : 0);
+	if (r->conn && e->prefill_total > 0)
+		send_frame(r, json_pack("{s{ss sI sI}}", "progress", "stage", "prefill", "done", (json_int_t)e->prefill_done,
+					"total", (json_int_t)e->prefill_total));
+	else if (r->conn) {
+		json_t *logprobs = e->has_logprob ? logprobs_json(r, e) : NULL;
+
+		/* One token may end the thought and begin the answer; its probabilities go with the first of the two. */
+		if (thought)
+			send_text(r, e, REPLY_THOUGHT, logprobs);
+		if (e->text[REPLY_ANSWER].len > 0 || (!thought && logprobs))
+			send_text(r, e, REPLY_ANSWER, thought ? NULL : logprobs);
+		json_decref(logprobs);
+	}
+	engine_event_free(e);
+}
+
+static json_t *usage_json(const struct engine_usage *u)
+{
+	return json_pack("{sI sI sI sI sI sI sI}", "prompt_tokens", (json_int_t)u->prompt_tok, "cached_tokens",
+			 (json_int_t)u->cached_tok, "answer_tokens", (json_int_t)u->answer_tok, "thought_tokens",
+			 (json_int_t)u->thought_tok, "queue_us", (json_int_t)u->queue_us, "prefill_us",
+			 (json_int_t)u->prefill_us, "decode_us", (json_int_t)u->decode_us);
+}
+
+static json_t *final_frame(struct request *r)
+{
+	json_t *obj = json_pack("{ss so sI}", "stop_reason", reply_stop_to_string(r->engine.stop_reason), "usage",
+				usage_json(&r->engine.usage), "context_used", (json_int_t)r->engine.context_used);
+
+	if (!obj || r->more)
+		return obj;
+	(void)json_object_set_new(obj, "request", id_json(r));
+	(void)json_object_set_new(obj, "text",
+				  json_stringn(r->text_all[REPLY_ANSWER].data ? r->text_all[REPLY_ANSWER].data : "",
+					       r->text_all[REPLY_ANSWER].len));
+	if (r->text_all[REPLY_THOUGHT].len > 0)
+		(void)json_object_set_new(obj, "thought",
+					  json_stringn(r->text_all[REPLY_THOUGHT].data, r->text_all[REPLY_THOUGHT].len));
+	if (r->logprobs_all)
+		(void)json_object_set(obj, "logprobs", r->logprobs_all);
+	return obj;
+}
+
+static void account(struct daemon *d, const struct request *r)
+{
+	const struct engine_usage *u = &r->engine.usage;
+	struct uid_usage *sum = usage_of(d, r->uid);
+
+	d->n_prompt_tok += u->prompt_tok;
+	d->n_generated_tok += u->answer_tok + u->thought_tok;
+	if (!sum)
+		return;
+	sum->requests++;
+	sum->engine_us += u->prefill_us + u->decode_us;
+	sum->sum.prompt_tok += u->prompt_tok;
+	sum->sum.cached_tok += u->cached_tok;
+	sum->sum.answer_tok += u->answer_tok;
+	sum->sum.thought_tok += u->thought_tok;
+}
+
+void request_done(struct request *r)
+{
+	struct daemon *d = r->daemon;
+
+	d->stats = r->engine.stats;
+	account(d, r);
+	if (r->session)
+		r->session->context_used = r->engine.context_used;
+	if (r->engine.error != ERROR_NONE) {
+		if (r->engine.error == ERROR_INTERNAL || r->engine.error == ERROR_MODEL_BROKEN)
+			log_error("request %" PRIu64 " of uid %u failed: %s", r->id, r->uid,
+				  r->engine.error_text ? r->engine.error_text : error_by_code(r->engine.error)->text);
+		fail_request(r, r->engine.error, r->engine.error_text);
+		return;
+	}
+	if (r->conn)
+		conn_reply(r->conn, final_frame(r), false);
+	finish(r);
+}
+
+void request_cancel(struct request *r, bool hang_up)
+{
+	if (hang_up && r->conn) {
+		r->conn->request = NULL;
+		r->conn = NULL;
+	}
+	/* A kept session survives its listener: its state is worth waiting for the end of the batch. */
+	if (hang_up && !(r->session && r->session->keep))
+		atomic_store(&r->engine.gone, true);
+	atomic_store(&r->engine.cancel, true);
+	engine_wake(r->daemon->engine);
+}
+
+struct request *request_find(struct daemon *d, uid_t uid, uint64_t id)
+{
+	for (struct request *r = d->requests; r; r = r->next)
+		if (r->id == id && r->uid == uid)
+			return r;
+	return NULL;
+}

@@ -1,0 +1,495 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * service.c: what state the service is in, and the mail that changes it: models loaded, sessions cloned, requests that moved on. Loop thread.
+ *
+ * Refuses to know the socket and the methods. Invariant: while state is AVAILABLE, model is the one that the engine has.
+ */
+#include "daemon/conn.h"
+#include "daemon/request.h"
+#include "daemon/session.h"
+
+#include <inttypes.h>
+#include <sched.h>
+#include <sys/stat.h>
+#include <systemd/sd-daemon.h>
+
+#define MODELS_DIRECTORY "/var/lib/residentd/models"
+#define DRAIN_US 4000000    /* running answers may end by themselves this long... */
+#define DEADLINE_US 4700000 /* ...and the process ends within 5 s whatever happens */
+
+static const char *const no_model_text = "no model: add one with `residentctl model add FILE.gguf` and reload the service, or start "
+					 "`residentd --model FILE.gguf`; `make demo` runs the bundled toy model";
+
+const char *service_state_to_string(enum service_state s)
+{
+	switch (s) {
+	case SERVICE_LOADING:
+		return "loading";
+	case SERVICE_AVAILABLE:
+		return "available";
+	case SERVICE_UNAVAILABLE:
+		return "unavailable";
+	case SERVICE_STOPPING:
+		return "stopping";
+	}
+	return "unavailable";
+}
+
+enum error_code service_check(const struct daemon *d, const char **ret_text)
+{
+	*ret_text = NULL;
+	switch (d->state) {
+	case SERVICE_LOADING:
+		return ERROR_LOADING;
+	case SERVICE_AVAILABLE:
+		return ERROR_NONE;
+	case SERVICE_UNAVAILABLE:
+		*ret_text = d->reason;
+		return d->reason_code;
+	case SERVICE_STOPPING:
+		return ERROR_STOPPING;
+	}
+	return ERROR_INTERNAL;
+}
+
+uint64_t rate_per_second_milli(const struct rate *r)
+{
+	uint64_t now = now_us() / 1000000, tok = 0, busy_us = 0;
+
+	for (size_t i = 0; i < RATE_BUCKETS; i++) {
+		if (now - r->second[i] >= RATE_BUCKETS)
+			continue;
+		tok += r->tok[i];
+		busy_us += r->busy_us[i];
+	}
+	return busy_us > 0 ? tok * 1000000000 / busy_us : 0;
+}
+
+struct uid_usage *usage_of(struct daemon *d, uid_t uid)
+{
+	struct uid_usage *p;
+
+	for (size_t i = 0; i < d->n_usage; i++)
+		if (d->usage[i].uid == uid)
+			return &d->usage[i];
+	p = reallocarray(d->usage, d->n_usage + 1, sizeof(*p));
+	if (!p)
+		return NULL;
+	d->usage = p;
+	d->usage[d->n_usage] = (struct uid_usage){ .uid = uid };
+	return &d->usage[d->n_usage++];
+}
+
+static void set_state(struct daemon *d, enum service_state state)
+{
+	d->state = state;
+	if (state == SERVICE_AVAILABLE)
+		(void)sd_notifyf(0, "STATUS=available: %s", d->model->name);
+	else
+		(void)sd_notifyf(0, "STATUS=%s%s%s", service_state_to_string(state), d->reason ? ": " : "",
+				 d->reason ? d->reason : "");
+}
+
+static void set_unavailable(struct daemon *d, enum error_code code, const char *reason)
+{
+	free(d->reason);
+	d->reason = strdup(reason);
+	d->reason_code = code;
+	/* It travels as JSON; a path may be any bytes. */
+	if (d->reason && !utf8_valid(d->reason, strlen(d->reason)))
+		for (char *p = d->reason; *p; p++)
+			if (*p & 0x80)
+				*p = '?';
+	set_state(d, SERVICE_UNAVAILABLE);
+}
+
+/* Starting is over, with a model or without: clients get answers from now on. */
+static void notify_ready(struct daemon *d)
+{
+	(void)sd_notify(0, "READY=1");
+	d->ready_sent = true;
+}
+
+/* Cores that this process may use, hyperthreads counted once: two of them share what arithmetic needs. */
+static uint32_t count_cores(void)
+{
+	uint32_t n_cpu = 0, n_core = 0;
+	cpu_set_t set;
+
+	if (sched_getaffinity(0, sizeof(set), &set) < 0)
+		return 1;
+	for (unsigned cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+		_cleanup_(fclosep) FILE *f = NULL;
+		char path[96];
+		unsigned first = cpu;
+
+		if (!CPU_ISSET(cpu, &set))
+			continue;
+		n_cpu++;
+		snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%u/topology/thread_siblings_list", cpu);
+		f = fopen(path, "re");
+		if (f && fscanf(f, "%u", &first) != 1)
+			first = cpu;
+		/* The list begins with the lowest sibling; one outside our set does not count for us. */
+		n_core += first == cpu || first >= CPU_SETSIZE || !CPU_ISSET(first, &set);
+	}
+	return CLAMP(n_core > 0 ? n_core : n_cpu, 1u, 256u);
+}
+
+static void engine_config(const struct daemon *d, struct engine_config *ret)
+{
+	const struct config *c = &d->config;
+	uint32_t threads = d->options.threads > 0 ? d->options.threads : c->threads;
+
+	*ret = (struct engine_config){
+		.threads = threads > 0 ? threads : count_cores(),
+		.context = d->options.context > 0 ? d->options.context : c->context,
+		.batch_tok = c->batch_tok,
+		.kv_bytes_max = c->kv_bytes_max,
+		.kv_f16 = c->kv_type == CONFIG_KV_AUTO ? -1 : c->kv_type == CONFIG_KV_F16,
+	};
+}
+
+/* Which file to load: the option, the configuration, or the default of the models directory. malloc'd. */
+static char *model_path(const struct daemon *d)
+{
+	const char *dir = getenv("RESIDENTD_MODELS");
+	_cleanup_(freep) char *path = NULL;
+	char *real;
+
+	if (d->options.model)
+		return strdup(d->options.model);
+	if (d->config.model_path)
+		return strdup(d->config.model_path);
+	if (asprintf(&path, "%s/default.gguf", dir ? dir : MODELS_DIRECTORY) < 0) {
+		path = NULL;
+		return NULL;
+	}
+	/* A link to the first part of a split model: its name is how the others are found. */
+	real = realpath(path, NULL);
+	return real ? real : TAKE_PTR(path);
+}
+
+static struct model_id identify(const char *path)
+{
+	struct stat st;
+
+	if (stat(path, &st) < 0)
+		return (struct model_id){};
+	return (struct model_id){ (uint64_t)st.st_dev, (uint64_t)st.st_ino, (uint64_t)st.st_size,
+				  (uint64_t)st.st_mtim.tv_sec * 1000000000 + (uint64_t)st.st_mtim.tv_nsec };
+}
+
+static void start_load(struct daemon *d)
+{
+	_cleanup_(freep) char *path = model_path(d);
+	struct engine_load *load;
+
+	if (path && !d->options.model && !d->config.model_path && access(path, F_OK) < 0 && errno == ENOENT) {
+		if (!d->model) {
+			log_warning("%s", no_model_text);
+			set_unavailable(d, ERROR_NO_MODEL, no_model_text);
+		}
+		notify_ready(d);
+		return;
+	}
+	load = calloc(1, sizeof(*load));
+	if (!path || !load) {
+		free(load);
+		set_unavailable(d, ERROR_NO_MEMORY, "no memory to load the model");
+		notify_ready(d);
+		return;
+	}
+	d->loading_id = identify(path);
+	load->path = TAKE_PTR(path);
+	engine_config(d, &load->config);
+	load->mail.kind = ENGINE_LOAD;
+	d->loading = load;
+	set_state(d, SERVICE_LOADING);
+	engine_post(d->engine, &load->mail);
+}
+
+static void on_loaded(struct daemon *d, struct engine_load *load)
+{
+	d->loading = NULL;
+	d->stats = load->stats;
+	if (load->err == 0) {
+		session_close_all(d);
+		model_unref(d->model);
+		d->model = TAKE_PTR(load->model);
+		d->model_id = d->loading_id;
+		free(d->reason);
+		d->reason = NULL;
+		log_notice("model %s: %s, %" PRIu64 " parameters, %" PRIu64 " bytes, context %u, %u threads (%s)",
+			   d->model->name, d->model->arch->name, d->model->n_params, d->model->weight_bytes, d->stats.context,
+			   d->stats.threads, d->stats.backend);
+		if (!d->model->template)
+			log_warning("model %s: %s; raw completion works", d->model->name,
+				    d->model->template_error ? d->model->template_error : "no chat template");
+	} else {
+		log_error("cannot load the model: %s%s", load->error ? load->error : strerror(-load->err),
+			  d->model ? "; the previous one stays" : "");
+	}
+	if (d->state != SERVICE_STOPPING) {
+		if (d->model)
+			set_state(d, SERVICE_AVAILABLE);
+		else
+			set_unavailable(d, load->err == -ENOENT ? ERROR_NO_MODEL : ERROR_MODEL_BROKEN,
+					load->error ? load->error : strerror(-load->err));
+		notify_ready(d);
+	}
+	free(load->path);
+	free(load->error);
+	free(load);
+	if (d->reload_again) {
+		d->reload_again = false;
+		service_reload(d);
+	}
+	service_check_stop(d);
+}
+
+void service_clone(struct daemon *d, struct conn *c, struct session *s, bool keep)
+{
+	struct engine_clone *clone = calloc(1, sizeof(*clone));
+	struct session *to;
+	int r = clone ? session_open(d, c->uid, c, keep, &to) : -ENOMEM;
+
+	if (r < 0) {
+		free(clone);
+		conn_error(c, error_from_errno(r), NULL, 0);
+		return;
+	}
+	s->busy = to->busy = true;
+	to->context_used = s->context_used;
+	clone->from = s->engine;
+	clone->to = to->engine;
+	clone->mail.kind = ENGINE_CLONE;
+	c->clone = clone;
+	engine_post(d->engine, &clone->mail);
+}
+
+static void on_cloned(struct daemon *d, struct engine_clone *clone)
+{
+	struct session *from = NULL, *to = NULL;
+	struct conn *c = d->conns;
+
+	while (c && c->clone != clone)
+		c = c->next;
+	for (struct session *s = d->sessions; s; s = s->next) {
+		if (s->engine == clone->from)
+			from = s;
+		if (s->engine == clone->to)
+			to = s;
+	}
+	d->stats = clone->stats;
+	if (c) {
+		c->clone = NULL;
+		if (clone->err < 0 || !to)
+			conn_error(c, error_from_errno(clone->err), NULL, 0);
+		else
+			conn_reply(c,
+				   json_pack("{ss sI sI}", "session", to->id, "context_used", (json_int_t)to->context_used,
+					     "context_max", (json_int_t)d->stats.context),
+				   false);
+	}
+	if (to && (clone->err < 0 || !c))
+		to->doomed = true;
+	if (from)
+		session_release(d, from);
+	if (to)
+		session_release(d, to);
+	free(clone);
+}
+
+static void take_mail(struct daemon *d, struct mail *m)
+{
+	switch (m->kind) {
+	case EVENT_LOADED:
+		on_loaded(d, (struct engine_load *)m);
+		break;
+	case EVENT_CLONED:
+		on_cloned(d, (struct engine_clone *)m);
+		break;
+	case EVENT_PROGRESS:
+		request_progress((struct engine_event *)m);
+		break;
+	case EVENT_DONE:
+		request_done((struct request *)m);
+		break;
+	case EVENT_PREPARED:
+		request_prepared((struct request *)((char *)m - offsetof(struct request, job)));
+		break;
+	}
+}
+
+static int on_mail(sd_event_source *source, int fd, uint32_t events, void *arg)
+{
+	struct daemon *d = arg;
+	struct mail *next;
+
+	(void)source;
+	(void)fd;
+	(void)events;
+	for (struct mail *m = mailbox_take_all(&d->mail, false); m; m = next) {
+		next = m->next;
+		take_mail(d, m);
+	}
+	return 0;
+}
+
+int service_start(struct daemon *d)
+{
+	int r = mailbox_init(&d->mail, true);
+
+	if (r < 0)
+		return r;
+	r = workers_new(2, &d->mail, &d->workers);
+	if (r >= 0)
+		r = engine_new(&d->mail, &d->engine);
+	if (r >= 0)
+		r = sd_event_add_io(d->event, &d->mail_source, d->mail.event_fd, EPOLLIN, on_mail, d);
+	if (r < 0)
+		return r;
+	start_load(d);
+	return 0;
+}
+
+static bool same_engine(const struct engine_config *a, const struct engine_config *b)
+{
+	return a->threads == b->threads && a->context == b->context && a->batch_tok == b->batch_tok &&
+	       a->kv_bytes_max == b->kv_bytes_max && a->kv_f16 == b->kv_f16;
+}
+
+/* Reads the configuration anew into *ret; warnings go to the log. */
+static int read_config(const struct daemon *d, struct config *ret)
+{
+	struct buf warnings = {};
+	char *line, *save = NULL;
+	int r;
+
+	config_defaults(ret);
+	r = d->options.config ? config_read(ret, d->options.config, &warnings) : config_read_layers(ret, "", &warnings);
+	for (line = warnings.data ? strtok_r(warnings.data, "\n", &save) : NULL; line; line = strtok_r(NULL, "\n", &save))
+		log_warning("%s", line);
+	buf_done(&warnings);
+	return r;
+}
+
+int service_read_config(struct daemon *d)
+{
+	struct config c;
+	int r = read_config(d, &c);
+
+	if (r < 0) {
+		config_done(&c);
+		return r;
+	}
+	config_done(&d->config);
+	d->config = c;
+	log_set_level(c.log_level);
+	return 0;
+}
+
+void service_reload(struct daemon *d)
+{
+	struct engine_config before, after;
+	_cleanup_(freep) char *path = NULL;
+	struct model_id id;
+	int r;
+
+	if (d->state == SERVICE_STOPPING)
+		return;
+	if (d->loading) {
+		d->reload_again = true;
+		return;
+	}
+	(void)sd_notifyf(0, "RELOADING=1\nMONOTONIC_USEC=%" PRIu64, now_us());
+	engine_config(d, &before);
+	r = service_read_config(d);
+	if (r < 0)
+		log_error("cannot read the configuration: %s, keeping the one in force", strerror(-r));
+	engine_config(d, &after);
+	path = model_path(d);
+	id = path ? identify(path) : d->model_id;
+	log_info("configuration reloaded");
+	if (d->model && memcmp(&id, &d->model_id, sizeof(id)) == 0 && same_engine(&before, &after)) {
+		notify_ready(d);
+		return;
+	}
+	start_load(d);
+}
+
+static int on_deadline(sd_event_source *source, uint64_t usec, void *arg)
+{
+	struct daemon *d = arg;
+
+	(void)source;
+	(void)usec;
+	return sd_event_exit(d->event, 0);
+}
+
+static int on_drained(sd_event_source *source, uint64_t usec, void *arg)
+{
+	struct daemon *d = arg;
+
+	(void)source;
+	(void)usec;
+	for (struct request *r = d->requests; r; r = r->next)
+		atomic_store(&r->engine.gone, true);
+	d->engine_quit = true;
+	engine_quit(d->engine);
+	return 0;
+}
+
+void service_stop(struct daemon *d)
+{
+	if (d->state == SERVICE_STOPPING) {
+		(void)on_drained(NULL, 0, d);
+		return;
+	}
+	(void)sd_notify(0, "STOPPING=1");
+	set_state(d, SERVICE_STOPPING);
+	log_info("stopping: %zu requests to finish", d->n_requests);
+	d->listen_source = sd_event_source_disable_unref(d->listen_source);
+	(void)sd_event_add_time_relative(d->event, &d->stop_timer, CLOCK_MONOTONIC, DRAIN_US, 1000, on_drained, d);
+	if (sd_event_add_time_relative(d->event, &d->stop_deadline, CLOCK_MONOTONIC, DEADLINE_US, 1000, on_deadline, d) < 0)
+		(void)sd_event_exit(d->event, 0);
+	service_check_stop(d);
+}
+
+void service_check_stop(struct daemon *d)
+{
+	if (d->state != SERVICE_STOPPING || d->n_requests > 0 || d->loading)
+		return;
+	/* Last answers leave first; a reader who does not come for them meets the deadline. */
+	for (const struct conn *c = d->conns; c; c = c->next)
+		if (c->out.len > 0)
+			return;
+	(void)sd_event_exit(d->event, 0);
+}
+
+void service_done(struct daemon *d)
+{
+	d->state = SERVICE_STOPPING;
+	d->engine_quit = true;
+	while (d->conns)
+		conn_free(d->conns);
+	d->workers = workers_free(d->workers);
+	if (d->engine) {
+		on_mail(NULL, -1, 0, d);
+		engine_join(d->engine);
+		on_mail(NULL, -1, 0, d);
+		session_close_all(d);
+		d->engine = engine_free(d->engine);
+	}
+	if (d->mail.tail)
+		mailbox_done(&d->mail);
+	sd_event_source_disable_unref(d->mail_source);
+	sd_event_source_disable_unref(d->session_timer);
+	sd_event_source_disable_unref(d->stop_timer);
+	sd_event_source_disable_unref(d->stop_deadline);
+	model_unref(d->model);
+	free(d->reason);
+	free(d->usage);
+	config_done(&d->config);
+}

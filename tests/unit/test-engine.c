@@ -1,0 +1,442 @@
+/* SPDX-License-Identifier: MIT */
+/* test-engine.c: the engine thread through its mailbox, on the bundled model: answers, sessions, memory, cancel, stop. */
+#include "tests/test.h"
+
+#include "daemon/engine/engine.h"
+
+#define MODEL "tests/models/tiny-qwen35moe-stories-q8_0.gguf"
+
+/* One engine and what came back last. */
+struct fixture {
+	struct mailbox mail;
+	struct engine *engine;
+	struct model *model;
+	struct buf text[2];
+	size_t n_events;
+	int load_err;
+	char *load_error;
+	struct engine_stats stats;
+};
+
+static void clear_text(struct fixture *f)
+{
+	buf_done(&f->text[0]);
+	buf_done(&f->text[1]);
+	f->n_events = 0;
+}
+
+/* Waits for mail of this kind; progress is collected on the way. */
+static struct mail *wait_for(struct fixture *f, int kind)
+{
+	static struct mail *rest;
+
+	for (;;) {
+		struct mail *m = rest ? rest : mailbox_take_all(&f->mail, true);
+
+		rest = m->next;
+		if (m->kind == EVENT_PROGRESS) {
+			struct engine_event *e = (struct engine_event *)m;
+
+			for (size_t i = 0; i < 2; i++)
+				if (e->text[i].len > 0)
+					assert_int_equal(buf_append(&f->text[i], e->text[i].data, e->text[i].len), 0);
+			f->n_events++;
+			engine_event_free(e);
+			continue;
+		}
+		assert_int_equal(m->kind, kind);
+		return m;
+	}
+}
+
+static void load(struct fixture *f, const char *path, uint64_t kv_bytes, uint32_t context)
+{
+	struct engine_load *l = calloc(1, sizeof(*l));
+
+	assert_non_null(l);
+	l->path = strdup(path);
+	l->config = (struct engine_config){ .threads = 2, .context = context, .batch_tok = 16, .kv_bytes_max = kv_bytes,
+					    .kv_f16 = -1 };
+	l->mail.kind = ENGINE_LOAD;
+	engine_post(f->engine, &l->mail);
+	l = (struct engine_load *)wait_for(f, EVENT_LOADED);
+	f->load_err = l->err;
+	free(f->load_error);
+	f->load_error = l->error;
+	if (l->err == 0) {
+		model_unref(f->model);
+		f->model = l->model;
+	}
+	f->stats = l->stats;
+	free(l->path);
+	free(l);
+}
+
+static void start(struct fixture *f)
+{
+	*f = (struct fixture){};
+	assert_int_equal(mailbox_init(&f->mail, false), 0);
+	assert_int_equal(engine_new(&f->mail, &f->engine), 0);
+}
+
+static void stop(struct fixture *f)
+{
+	f->engine = engine_free(f->engine);
+	assert_null(mailbox_take_all(&f->mail, false));
+	mailbox_done(&f->mail);
+	model_unref(f->model);
+	free(f->load_error);
+	clear_text(f);
+}
+
+static struct engine_request *request_new(struct fixture *f, struct engine_session *s, const struct message *messages,
+					  size_t n, bool thinking, bool continuation)
+{
+	struct engine_request *r = calloc(1, sizeof(*r));
+	struct template_options o = { .thinking = thinking, .continuation = continuation };
+	struct template_prompt prompt = {};
+	char *error = NULL;
+
+	assert_non_null(r);
+	assert_int_equal(template_render(f->model->template, messages, n, &o, NULL, &prompt, &error), 0);
+	r->prompt = prompt.tokens;
+	r->answer_start = prompt.answer_start;
+	r->thinking_open = prompt.thinking_open;
+	r->session = s;
+	r->model = f->model;
+	r->chat = true;
+	r->max_tok = 100;
+	r->max_thinking_tok = thinking ? 100 : 0;
+	sample_params_default(&r->sample);
+	r->sample.temperature = 0;
+	r->accepted_us = now_us();
+	r->mail.kind = ENGINE_REQUEST;
+	return r;
+}
+
+static void request_free(struct engine_request *r)
+{
+	tokens_done(&r->prompt);
+	free(r->error_text);
+	free(r);
+}
+
+static const struct message *user(const char *text)
+{
+	static struct message m;
+
+	m = (struct message){ .role = MESSAGE_USER, .content = text, .content_len = strlen(text) };
+	return &m;
+}
+
+/* Asks and expects the answer; returns how many prompt tokens were cached. */
+static uint64_t ask(struct fixture *f, struct engine_session *s, const char *question, bool thinking, bool continuation,
+		    const char *answer)
+{
+	struct engine_request *r = request_new(f, s, user(question), 1, thinking, continuation);
+	uint64_t cached;
+
+	clear_text(f);
+	engine_post(f->engine, &r->mail);
+	assert_ptr_equal(wait_for(f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_NONE);
+	assert_int_equal(r->stop_reason, REPLY_STOP_EOS);
+	assert_string_equal(f->text[REPLY_ANSWER].data, answer);
+	assert_true(thinking == (f->text[REPLY_THOUGHT].len > 0));
+	cached = r->usage.cached_tok;
+	f->stats = r->stats;
+	request_free(r);
+	return cached;
+}
+
+static void test_answer(void **state)
+{
+	struct fixture f;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 512);
+	assert_int_equal(f.load_err, 0);
+	assert_int_equal(ask(&f, NULL, "What is 17 x 23?", false, false, "17 x 23 = 391."), 0);
+	assert_int_equal(ask(&f, NULL, "What is 17 x 23?", true, false, "17 x 23 = 391."), 0);
+	/* A conversation of one request leaves nothing behind. */
+	assert_int_equal(f.stats.kv_bytes_used, 0);
+	stop(&f);
+}
+
+/* The second turn evaluates the first answer without its thought, and reuses what was before it. */
+static void test_session_drops_thought(void **state)
+{
+	struct fixture f;
+	struct engine_session *s = engine_session_new();
+	struct message turns[3] = {
+		{ .role = MESSAGE_USER, .content = "What is the capital of France?" },
+		{ .role = MESSAGE_ASSISTANT, .content = "The capital of France is Paris." },
+		{ .role = MESSAGE_USER, .content = "What is 2 + 2?" },
+	};
+	struct template_options o = { .thinking = true };
+	struct template_prompt whole = {};
+	struct engine_request *r;
+	char *error = NULL;
+	size_t n_prompt;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 512);
+	assert_int_equal(ask(&f, s, "What is the capital of France?", true, false, "The capital of France is Paris."), 0);
+	for (size_t i = 0; i < 3; i++)
+		turns[i].content_len = strlen(turns[i].content);
+	assert_int_equal(template_render(f.model->template, turns, 3, &o, NULL, &whole, &error), 0);
+	r = request_new(&f, s, user("What is 2 + 2?"), 1, true, true);
+	engine_post(f.engine, &r->mail);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_NONE);
+	n_prompt = r->usage.prompt_tok;
+	/* Same tokens as the whole conversation rendered anew; all of the first prompt up to the thought was kept. */
+	assert_int_equal(n_prompt, whole.tokens.n);
+	assert_true(r->usage.cached_tok >= 10);
+	request_free(r);
+	template_prompt_done(&whole);
+	engine_session_free(f.engine, s);
+	stop(&f);
+}
+
+static void test_clone(void **state)
+{
+	struct fixture f;
+	struct engine_session *a = engine_session_new(), *b = engine_session_new();
+	struct engine_clone clone = { .mail.kind = ENGINE_CLONE, .from = a, .to = b };
+	struct buf first = {};
+	struct engine_request *r;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 512);
+	(void)ask(&f, a, "What do bees make?", false, false, "Bees make honey.");
+	engine_post(f.engine, &clone.mail);
+	assert_ptr_equal(wait_for(&f, EVENT_CLONED), &clone);
+	assert_int_equal(clone.err, 0);
+	for (size_t i = 0; i < 2; i++) {
+		r = request_new(&f, i ? b : a, user("What is 7 x 8?"), 1, false, true);
+		clear_text(&f);
+		engine_post(f.engine, &r->mail);
+		assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+		assert_int_equal(r->error, ERROR_NONE);
+		assert_true(r->usage.cached_tok > 0);
+		if (i == 0)
+			assert_int_equal(buf_append(&first, f.text[REPLY_ANSWER].data, f.text[REPLY_ANSWER].len), 0);
+		else
+			assert_string_equal(f.text[REPLY_ANSWER].data, first.data);
+		request_free(r);
+	}
+	buf_done(&first);
+	engine_session_free(f.engine, a);
+	engine_session_free(f.engine, b);
+	stop(&f);
+}
+
+/* Memory for about one session: the others forget their state, not their conversation. */
+static void test_memory_is_bounded(void **state)
+{
+	struct fixture f;
+	struct engine_session *s[4];
+	uint64_t least = 0;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 4096, 256);
+	assert_int_equal(f.load_err, -E2BIG);
+	/* The refusal names the number that is enough. */
+	assert_int_equal(sscanf(strstr(f.load_error, "at least "), "at least %lu", &least), 1);
+	load(&f, MODEL, least, 256);
+	assert_int_equal(f.load_err, 0);
+	for (size_t i = 0; i < 4; i++) {
+		s[i] = engine_session_new();
+		(void)ask(&f, s[i], "What do bees make?", false, false, "Bees make honey.");
+		assert_true(f.stats.kv_bytes_used <= least);
+	}
+	for (size_t i = 0; i < 4; i++) {
+		struct engine_request *r = request_new(&f, s[i], user("What is 7 x 8?"), 1, false, true);
+
+		engine_post(f.engine, &r->mail);
+		assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+		assert_int_equal(r->error, ERROR_NONE);
+		assert_true(r->usage.prompt_tok > 25);
+		assert_true(r->stats.kv_bytes_used <= least);
+		request_free(r);
+		engine_session_free(f.engine, s[i]);
+	}
+	stop(&f);
+}
+
+static void test_context_full(void **state)
+{
+	struct fixture f;
+	struct engine_session *s = engine_session_new();
+	char text[2000];
+	struct engine_request *r;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 64);
+	(void)ask(&f, s, "What do bees make?", false, false, "Bees make honey.");
+	memset(text, 'a', sizeof(text) - 1);
+	text[sizeof(text) - 1] = 0;
+	r = request_new(&f, s, user(text), 1, false, true);
+	engine_post(f.engine, &r->mail);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_CONTEXT_FULL);
+	assert_non_null(r->error_text);
+	assert_true(r->context_used > 10);
+	request_free(r);
+	/* The conversation is as it was. */
+	(void)ask(&f, s, "What is 7 x 8?", false, true, "7 x 8 = 56.");
+	/* An answer that meets the end of the context stops there. */
+	r = request_new(&f, NULL, user("Tell me a story."), 1, false, false);
+	r->max_tok = -1;
+	engine_post(f.engine, &r->mail);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_NONE);
+	assert_int_equal(r->stop_reason, REPLY_STOP_CONTEXT);
+	assert_true(r->context_used <= 64);
+	request_free(r);
+	engine_session_free(f.engine, s);
+	stop(&f);
+}
+
+/* Cancelled while waiting, at once or while running: comes back, and the session goes on. */
+static void test_cancel(void **state)
+{
+	struct fixture f;
+	struct engine_session *s = engine_session_new();
+	struct engine_request *r[3];
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 2048);
+	(void)ask(&f, s, "What do bees make?", false, false, "Bees make honey.");
+	r[0] = request_new(&f, NULL, user("Tell me a story."), 1, false, false);
+	r[0]->max_tok = -1;
+	r[0]->sample.bias = &(struct logit_bias){ tokenizer_eos(f.model->tokenizer), -1000 };
+	r[0]->sample.n_bias = 1;
+	r[1] = request_new(&f, s, user("What is 7 x 8?"), 1, false, true);
+	r[2] = request_new(&f, NULL, user("What is 7 x 8?"), 1, false, false);
+	for (size_t i = 0; i < 3; i++) {
+		r[i]->sched.seq = i;
+		engine_post(f.engine, &r[i]->mail);
+	}
+	atomic_store(&r[1]->cancel, true);
+	engine_wake(f.engine);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r[1]);
+	assert_int_equal(r[1]->stop_reason, REPLY_STOP_CANCELLED);
+	assert_int_equal(r[1]->error, ERROR_NONE);
+	atomic_store(&r[0]->gone, true);
+	engine_wake(f.engine);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r[0]);
+	assert_int_equal(r[0]->stop_reason, REPLY_STOP_CANCELLED);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r[2]);
+	assert_int_equal(r[2]->stop_reason, REPLY_STOP_EOS);
+	for (size_t i = 0; i < 3; i++)
+		request_free(r[i]);
+	assert_true(ask(&f, s, "What is 7 x 8?", false, true, "7 x 8 = 56.") > 0);
+	engine_session_free(f.engine, s);
+	stop(&f);
+}
+
+static void test_stop_returns_everything(void **state)
+{
+	struct fixture f;
+	struct engine_request *r[3];
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 2048);
+	for (size_t i = 0; i < 3; i++) {
+		r[i] = request_new(&f, NULL, user("Tell me a story."), 1, false, false);
+		r[i]->sched.seq = i;
+		engine_post(f.engine, &r[i]->mail);
+	}
+	engine_quit(f.engine);
+	for (size_t i = 0; i < 3; i++) {
+		struct engine_request *back = (struct engine_request *)wait_for(&f, EVENT_DONE);
+
+		assert_int_equal(back->error, ERROR_STOPPING);
+		request_free(back);
+	}
+	stop(&f);
+}
+
+static void test_load_failures(void **state)
+{
+	struct fixture f;
+	struct engine_request *r;
+	struct model *old;
+
+	(void)state;
+	start(&f);
+	load(&f, "tests/models/none.gguf", 0, 512);
+	assert_int_equal(f.load_err, -ENOENT);
+	load(&f, MODEL, 0, 512);
+	assert_int_equal(f.load_err, 0);
+	old = f.model;
+	load(&f, "tests/models/README.md", 0, 512);
+	assert_int_equal(f.load_err, -EBADMSG);
+	assert_non_null(strstr(f.load_error, "tests/models/README.md"));
+	assert_ptr_equal(f.model, old);
+	/* What was loaded before still answers. */
+	(void)ask(&f, NULL, "What is 17 x 23?", false, false, "17 x 23 = 391.");
+	/* A prompt made with another model's vocabulary is refused. */
+	r = request_new(&f, NULL, user("Hello"), 1, false, false);
+	r->model = NULL;
+	engine_post(f.engine, &r->mail);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_LOADING);
+	request_free(r);
+	stop(&f);
+}
+
+/* Seeded sampling is repeatable; another seed says something else. */
+static void test_seed(void **state)
+{
+	struct fixture f;
+	struct buf said[3] = {};
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 512);
+	for (size_t i = 0; i < 3; i++) {
+		struct engine_request *r = request_new(&f, NULL, user("Tell me a story."), 1, false, false);
+
+		r->sample.temperature = 1.5f;
+		r->sample.seed = i == 2 ? 43 : 42;
+		r->max_tok = 40;
+		clear_text(&f);
+		engine_post(f.engine, &r->mail);
+		assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+		assert_int_equal(r->error, ERROR_NONE);
+		assert_int_equal(buf_append(&said[i], f.text[REPLY_ANSWER].data, f.text[REPLY_ANSWER].len), 0);
+		request_free(r);
+	}
+	assert_string_equal(said[0].data, said[1].data);
+	assert_string_not_equal(said[0].data, said[2].data);
+	for (size_t i = 0; i < 3; i++)
+		buf_done(&said[i]);
+	stop(&f);
+}
+
+int main(void)
+{
+	static const struct CMUnitTest tests[] = {
+		cmocka_unit_test(test_answer),
+		cmocka_unit_test(test_session_drops_thought),
+		cmocka_unit_test(test_clone),
+		cmocka_unit_test(test_memory_is_bounded),
+		cmocka_unit_test(test_context_full),
+		cmocka_unit_test(test_cancel),
+		cmocka_unit_test(test_stop_returns_everything),
+		cmocka_unit_test(test_load_failures),
+		cmocka_unit_test(test_seed),
+	};
+
+	return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
+}
