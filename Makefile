@@ -14,8 +14,6 @@ LIBDIR ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include
 DATADIR ?= $(PREFIX)/share
 MANDIR ?= $(DATADIR)/man
-SYSTEMUNITDIR ?= $(PREFIX)/lib/systemd/system
-SYSCONFDIR ?= /etc
 
 ifeq ($(origin CC),default)
 CC = gcc
@@ -74,6 +72,7 @@ RESIDENTCTL_OBJ := $(patsubst %,$(O)/obj/client/%.o,residentctl install report t
 UNIT := $(patsubst %.c,$(O)/%,$(wildcard tests/unit/test-*.c))
 FUZZ := $(patsubst %.c,$(O)/%,$(wildcard tests/fuzz/fuzz-*.c))
 BENCH := $(patsubst %.c,$(O)/%,$(wildcard tests/bench/*.c))
+PARITY := $(O)/tests/parity/residentd-logits $(O)/tests/parity/compare-logits
 SCRIPTS := $(wildcard tests/golden/test-*.py tests/sys/test-*.py)
 MAN := $(wildcard packaging/man/*.[1-8])
 C_FILES := $(wildcard daemon/*.[ch] daemon/*/*.[ch] kernels/*/*.[ch] client/*.[ch] tests/*.h tests/*/*.[ch])
@@ -116,7 +115,7 @@ $(O)/libresident.a: $(CLIENT_LIB_OBJ)
 	$(Q)$(OBJCOPY) --localize-hidden $(O)/pic/libresident.o
 	$(Q)rm -f $@ && $(AR) rcs $@ $(O)/pic/libresident.o
 
-$(O)/libresident.pc: client/libresident.pc.in $(O)/flags
+$(O)/libresident.pc: client/libresident.pc.in $(O)/places
 	$(say) GEN $@
 	$(Q)sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@LIBDIR@|$(LIBDIR)|' -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' \
 		-e 's|@VERSION@|$(VERSION)|' $< >$@
@@ -141,11 +140,12 @@ $(O)/pic/%.o: %.c $(O)/flags | $(O)/packages
 	@mkdir -p $(@D)
 	$(Q)$(COMPILE) -fPIC -fvisibility=hidden -c -o $@ $<
 
-# Other flags than last time: everything is built again.
-$(O)/flags: FORCE
+# Other flags than last time: everything is built again; other places: only what names them.
+$(O)/flags: WORDS = $(COMPILE) $(LINK)
+$(O)/places: WORDS = $(PREFIX) $(LIBDIR) $(INCLUDEDIR) $(VERSION)
+$(O)/flags $(O)/places: FORCE
 	@mkdir -p $(@D)
-	@echo '$(subst ','\'',$(COMPILE) $(LINK) $(PREFIX) $(LIBDIR) $(INCLUDEDIR))' | cmp -s - $@ || \
-		echo '$(subst ','\'',$(COMPILE) $(LINK) $(PREFIX) $(LIBDIR) $(INCLUDEDIR))' >$@
+	@echo '$(subst ','\'',$(WORDS))' | cmp -s - $@ || echo '$(subst ','\'',$(WORDS))' >$@
 
 $(O)/packages: packaging/deps.list
 	@mkdir -p $(@D)
@@ -176,7 +176,7 @@ $(O)/tests/fuzz/%: $(O)/obj/tests/fuzz/%.o $(O)/obj/tests/fuzz/main.o $(O)/libre
 	$(Q)$(LINK) -pie -o $@ $^ $(DAEMON_LIBS)
 endif
 
-$(O)/tests/bench/%: $(O)/obj/tests/bench/%.o $(O)/libresidentd.a
+$(BENCH) $(PARITY): $(O)/%: $(O)/obj/%.o $(O)/libresidentd.a
 	$(say) LINK $@
 	@mkdir -p $(@D)
 	$(Q)$(LINK) -pie -o $@ $^ $(DAEMON_LIBS)
@@ -188,7 +188,7 @@ $(O)/example: client/example.c client/resident.h $(O)/libresident.so $(O)/flags
 		-o $@ $< -L$(O) -lresident -Wl,-rpath,'$$ORIGIN'
 
 .PHONY: tests
-tests: all $(UNIT) $(FUZZ) $(BENCH) $(O)/example
+tests: all $(UNIT) $(FUZZ) $(BENCH) $(PARITY) $(O)/example
 
 # `make demo` and `make check` start on a bare machine: packages first, then a make that sees them.
 .PHONY: check check-run asan parity
@@ -197,13 +197,13 @@ check:
 	+@$(MAKE) check-run
 
 check-run: tests
-	@O=$(O) tests/run --timeout $(TEST_TIMEOUT) $(UNIT) $(FUZZ) $(SCRIPTS)
+	@O=$(O) tests/run --timeout $(TEST_TIMEOUT) --total $(O)/tests/total $(UNIT) $(FUZZ) $(SCRIPTS)
 
 asan:
 	+@ASAN_OPTIONS=detect_leaks=1:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		$(MAKE) O=build/asan SANITIZE=address,undefined CFLAGS='-O1 -g' check
 
-parity: all
+parity: all $(PARITY)
 	@O=$(O) tests/parity/run-parity.py
 
 .PHONY: bench fuzz
@@ -211,6 +211,7 @@ bench: $(BENCH)
 	@for b in $^; do echo "== $$b"; $$b || exit 1; done
 
 fuzz:
+	@packaging/deps build develop
 	+@$(MAKE) O=build/fuzz CC=clang SANITIZE=address,undefined,fuzzer-no-link LIBFUZZER=1 CFLAGS='-O1 -g' fuzz-run
 
 .PHONY: fuzz-run
@@ -243,7 +244,7 @@ lint:
 .PHONY: install uninstall
 install: all
 	$(INSTALL) -d $(DESTDIR)$(BINDIR) $(DESTDIR)$(SBINDIR) $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR) \
-		$(DESTDIR)$(DATADIR)/residentd $(DESTDIR)$(SYSCONFDIR)
+		$(DESTDIR)$(DATADIR)/residentd
 	$(INSTALL) -m 0755 $(O)/resident $(O)/residentctl $(DESTDIR)$(BINDIR)/
 	$(INSTALL) -m 0755 $(O)/residentd $(DESTDIR)$(SBINDIR)/
 	$(INSTALL) -m 0755 $(O)/libresident.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/

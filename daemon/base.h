@@ -21,29 +21,28 @@
 
 #define ARRAY_SIZE(a) (sizeof(a) / sizeof((a)[0]))
 /* The counter keeps nested uses from shadowing each other. */
-#define PASTE_(a, b) a##b
-#define PASTE(a, b) PASTE_(a, b)
-#define PICK_(n, op, a, b)                             \
-	({                                             \
-		__typeof__(a) PASTE(a_, n) = (a);      \
-		__typeof__(b) PASTE(b_, n) = (b);      \
-		PASTE(a_, n) op PASTE(b_, n)           \
-			? PASTE(a_, n) : PASTE(b_, n); \
+#define PASTE_(a, b)  a##b
+#define PASTE(a, b)   PASTE_(a, b)
+#define PICK_(n, op, a, b)                                                  \
+	({                                                                  \
+		__typeof__(a) PASTE(a_, n) = (a);                           \
+		__typeof__(b) PASTE(b_, n) = (b);                           \
+		PASTE(a_, n) op PASTE(b_, n) ? PASTE(a_, n) : PASTE(b_, n); \
 	})
-#define MIN(a, b) PICK_(__COUNTER__, <, a, b)
-#define MAX(a, b) PICK_(__COUNTER__, >, a, b)
+#define MIN(a, b)        PICK_(__COUNTER__, <, a, b)
+#define MAX(a, b)        PICK_(__COUNTER__, >, a, b)
 #define CLAMP(x, lo, hi) MIN(MAX((x), (lo)), (hi))
-#define ALIGN_UP(x, a) (((x) + ((a) - 1)) & ~((__typeof__(x))(a) - 1)) /* a: a power of two */
-#define _cleanup_(f) __attribute__((cleanup(f)))
-#define _printf_(a, b) __attribute__((format(printf, a, b)))
-#define _public_ __attribute__((visibility("default")))
+#define ALIGN_UP(x, a)   (((x) + ((a)-1)) & ~((__typeof__(x))(a)-1)) /* a: a power of two */
+#define _cleanup_(f)     __attribute__((cleanup(f)))
+#define _printf_(a, b)   __attribute__((format(printf, a, b)))
+#define _public_         __attribute__((visibility("default")))
 
-#define TAKE_PTR(p)                            \
-	({                                     \
-		__typeof__(p) *pp_ = &(p);     \
-		__typeof__(p) p_ = *pp_;       \
-		*pp_ = NULL;                   \
-		p_;                            \
+#define TAKE_PTR(p)                        \
+	({                                 \
+		__typeof__(p) *pp_ = &(p); \
+		__typeof__(p) p_ = *pp_;   \
+		*pp_ = NULL;               \
+		p_;                        \
 	})
 #define TAKE_FD(fd)                \
 	({                         \
@@ -54,11 +53,11 @@
 	})
 
 /* DEFINE_CLEANUP(struct gguf *, gguf_close) defines gguf_closep() for _cleanup_(gguf_closep). */
-#define DEFINE_CLEANUP(type, func)                    \
-	static inline void func##p(type *p)           \
-	{                                             \
-		if (*p)                               \
-			*p = func(*p);                \
+#define DEFINE_CLEANUP(type, func)          \
+	static inline void func##p(type *p) \
+	{                                   \
+		if (*p)                     \
+			*p = func(*p);      \
 	}
 
 static inline void freep(void *p)
@@ -120,7 +119,7 @@ int buf_reserve(struct buf *b, size_t extra); /* -ENOMEM */
 int buf_append(struct buf *b, const void *data, size_t len);
 _printf_(2, 3) int buf_printf(struct buf *b, const char *format, ...);
 void buf_consume(struct buf *b, size_t n); /* drops the first n bytes */
-void buf_done(struct buf *b);		   /* frees; b is empty and usable again */
+void buf_done(struct buf *b);              /* frees; b is empty and usable again */
 
 /* A growable list of token ids. */
 struct tokens {

@@ -11,21 +11,25 @@
 
 struct config {
 	/* [Model] */
-	char *model_path;   /* Path=; NULL: the default model of the models directory, if any */
-	uint32_t context;   /* Context= tokens per session; 0: the model's own, at most 32768 */
+	char *model_path; /* Path=; NULL: the default model of the models directory, if any */
+	uint32_t context; /* Context= tokens per session; 0: the model's own, at most 32768 */
 	/* [Engine] */
 	uint32_t threads;   /* Threads=; 0 (auto): physical cores the process may use */
 	uint32_t batch_tok; /* BatchTokens= of one prefill step, 1..4096; default 128: a cancel or another user waits at most one */
 	uint64_t kv_bytes_max; /* KvBytesMax=, suffixes K M G; 0: auto */
-	enum config_kv { CONFIG_KV_AUTO, CONFIG_KV_F16, CONFIG_KV_F32 } kv_type; /* KvType=auto|f16|f32 */
+	enum config_kv {
+		CONFIG_KV_AUTO,
+		CONFIG_KV_F16,
+		CONFIG_KV_F32
+	} kv_type; /* KvType=auto|f16|f32 */
 	/* [Service] */
-	uint32_t queue_max;	    /* QueueMax= requests waiting or running, default 64 */
-	uint32_t sessions_max;	    /* SessionsMax= in all, default 256 */
+	uint32_t queue_max;         /* QueueMax= requests waiting or running, default 64 */
+	uint32_t sessions_max;      /* SessionsMax= in all, default 256 */
 	uint32_t sessions_per_user; /* SessionsPerUser=, default 32 */
 	uint32_t connections_max;   /* ConnectionsMax=, default 512 */
-	uint64_t keep_us;	    /* KeepSec= of a kept session without use, default 1h; time spans like systemd (s, min, h, d) */
+	uint64_t keep_us; /* KeepSec= of a kept session without use, default 1h; time spans like systemd (s, min, h, d) */
 	uint64_t message_bytes_max; /* MessageMax= of one request, default 4M, 64K..64M */
-	uint32_t max_tokens;	    /* MaxTokens= of an answer when the client names none, default 2048 */
+	uint32_t max_tokens; /* MaxTokens= of an answer when the client names none, default 2048 */
 	int64_t max_thinking_tokens; /* MaxThinkingTokens= default for thinking, default 4096; 0: off; infinity: -1 */
 	/* [Log] */
 	int log_level; /* Level= error|warning|notice|info|debug */
@@ -42,5 +46,5 @@ int config_read_layers(struct config *c, const char *root, struct buf *warnings)
 
 /* Pure value parsers, also for options: 0, -EINVAL, -ERANGE. */
 int parse_u64(const char *s, uint64_t min, uint64_t max, uint64_t *ret);
-int parse_bytes(const char *s, uint64_t *ret);	 /* 4096, 64K, 1.5G (powers of 1024) */
+int parse_bytes(const char *s, uint64_t *ret); /* 4096, 64K, 1.5G (powers of 1024) */
 int parse_span_us(const char *s, uint64_t *ret); /* 90, 90s, 5min, 1h 30min, 1d, infinity (UINT64_MAX) */

@@ -12,11 +12,12 @@
 
 #include <sys/socket.h>
 
-#define READ_CHUNK 65536
+#define READ_CHUNK      65536
 #define READ_PER_WAKEUP (4 * READ_CHUNK) /* then others get their turn */
-#define WAITING_MAX 64			 /* pipelined calls; more stay in the socket */
-#define OUT_LOW 65536			 /* the next call begins when less than this waits to be read */
-#define OUT_STREAM_MAX (1U << 20)	 /* a stream's reader that is this far behind is gone: about 10 000 tokens */
+#define WAITING_MAX     64               /* pipelined calls; more stay in the socket */
+#define OUT_LOW         65536 /* the next call begins when less than this waits to be read */
+#define OUT_STREAM_MAX \
+	(1U << 20) /* a stream's reader that is this far behind is gone: about 10 000 tokens */
 
 static void call_free(struct conn_call *call)
 {
@@ -111,7 +112,8 @@ static void put_error(struct conn *c, const char *error, json_t *params)
 void conn_error(struct conn *c, enum error_code code, const char *text, uint32_t retry_after_ms)
 {
 	const struct error_entry *e = error_by_code(code);
-	json_t *params = json_pack("{si ss*}", "number", (int)e->code, "message", text ? text : e->text);
+	json_t *params =
+		json_pack("{si ss*}", "number", (int)e->code, "message", text ? text : e->text);
 
 	if (retry_after_ms == 0)
 		retry_after_ms = e->retry_after_ms;
@@ -245,7 +247,8 @@ static bool read_some(struct conn *c)
 		total += (size_t)n;
 		take_frames(c);
 		if (!c->closing && over_share(c))
-			refuse_and_close(c, ERROR_QUEUE_FULL, "too many unfinished messages of this user");
+			refuse_and_close(c, ERROR_QUEUE_FULL,
+					 "too many unfinished messages of this user");
 	}
 	return true;
 }
@@ -255,7 +258,8 @@ static bool write_some(struct conn *c)
 	size_t done = 0;
 
 	while (done < c->out.len) {
-		ssize_t n = send(c->fd, c->out.data + done, c->out.len - done, MSG_DONTWAIT | MSG_NOSIGNAL);
+		ssize_t n = send(c->fd, c->out.data + done, c->out.len - done,
+				 MSG_DONTWAIT | MSG_NOSIGNAL);
 
 		if (n < 0 && errno == EINTR)
 			continue;
@@ -338,8 +342,8 @@ static size_t count_of(const struct daemon *d, uid_t uid)
 static void refuse_connection(int fd)
 {
 	const struct error_entry *e = error_by_code(ERROR_QUEUE_FULL);
-	json_t *params = json_pack("{si ss si}", "number", (int)e->code, "message", "too many connections", "retry_after_ms",
-				   (int)e->retry_after_ms);
+	json_t *params = json_pack("{si ss si}", "number", (int)e->code, "message",
+				   "too many connections", "retry_after_ms", (int)e->retry_after_ms);
 	struct buf out = {};
 
 	if (params && varlink_put_error(&out, e->varlink, params) == 0)
@@ -358,7 +362,8 @@ static int conn_new(struct daemon *d, int fd)
 	if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &len) < 0)
 		return -errno;
 	/* One user's idle connections leave room for the others'. */
-	if (d->n_conns >= d->config.connections_max || count_of(d, cred.uid) > d->config.connections_max / 2) {
+	if (d->n_conns >= d->config.connections_max ||
+	    count_of(d, cred.uid) > d->config.connections_max / 2) {
 		refuse_connection(fd);
 		return -EUSERS;
 	}
@@ -414,12 +419,13 @@ static int on_accept(sd_event_source *source, int listen_fd, uint32_t events, vo
 			if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS)
 				return 0;
 			/* The connection stays in the backlog and would wake us at once again. */
-			log_warning("cannot accept a connection: %s, trying again in a second", strerror(errno));
+			log_warning("cannot accept a connection: %s, trying again in a second",
+				    strerror(errno));
 			(void)sd_event_source_set_enabled(d->listen_source, SD_EVENT_OFF);
 			sd_event_source_disable_unref(d->accept_pause);
 			d->accept_pause = NULL;
-			if (sd_event_add_time_relative(d->event, &d->accept_pause, CLOCK_MONOTONIC, 1000000, 0,
-						       on_accept_resume, d) < 0)
+			if (sd_event_add_time_relative(d->event, &d->accept_pause, CLOCK_MONOTONIC,
+						       1000000, 0, on_accept_resume, d) < 0)
 				(void)sd_event_source_set_enabled(d->listen_source, SD_EVENT_ON);
 			return 0;
 		}

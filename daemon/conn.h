@@ -24,14 +24,14 @@ struct conn {
 	pid_t pid;
 	sd_event_source *io, *later;
 	struct buf in, out;
-	size_t scanned;		   /* of in, see varlink_frame() */
+	size_t scanned;            /* of in, see varlink_frame() */
 	struct conn_call *current; /* being answered */
 	struct conn_call *waiting, **waiting_tail;
 	size_t n_waiting;
-	struct request *request; /* of the current call */
+	struct request *request;    /* of the current call */
 	struct engine_clone *clone; /* of the current call */
-	bool half_closed;	 /* the peer will send no more */
-	bool closing;		 /* close when out is empty */
+	bool half_closed;           /* the peer will send no more */
+	bool closing;               /* close when out is empty */
 };
 
 int conn_start_listening(struct daemon *d);

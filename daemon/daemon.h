@@ -65,11 +65,11 @@ struct daemon {
 	char *reason; /* of UNAVAILABLE: why, and what to do */
 	enum error_code reason_code;
 	struct model *model; /* what requests are prepared with; NULL unless loaded once */
-	struct model_id { /* which file that is */
+	struct model_id {    /* which file that is */
 		uint64_t dev, ino, size, mtime_ns;
 	} model_id, loading_id;
 	struct engine_load *loading; /* with the engine */
-	bool reload_again;	     /* SIGHUP came meanwhile */
+	bool reload_again;           /* SIGHUP came meanwhile */
 	struct engine_stats stats;
 	bool ready_sent;
 
@@ -93,10 +93,10 @@ struct daemon {
 };
 
 /* service.c */
-int service_start(struct daemon *d);	 /* mailbox, workers, engine, first load */
+int service_start(struct daemon *d);       /* mailbox, workers, engine, first load */
 int service_read_config(struct daemon *d); /* -errno: the one in force stays */
-void service_reload(struct daemon *d);	 /* SIGHUP: configuration, and the model if it changed */
-void service_stop(struct daemon *d);	 /* SIGTERM: drain, then end the event loop; a second call ends at once */
+void service_reload(struct daemon *d);     /* SIGHUP: configuration, and the model if it changed */
+void service_stop(struct daemon *d); /* SIGTERM: drain, then end the event loop; a second call ends at once */
 void service_check_stop(struct daemon *d); /* called when something ended: is the draining over? */
 void service_done(struct daemon *d);
 const char *service_state_to_string(enum service_state s);

@@ -31,13 +31,13 @@ enum error_code {
 
 struct error_entry {
 	enum error_code code;
-	int err;	     /* errno it stands for, positive */
-	const char *varlink; /* "org.residentd.Inference.NoModel" */
-	const char *dbus;    /* "org.residentd1.Error.NoModel" */
-	const char *text;    /* default message */
+	int err;                 /* errno it stands for, positive */
+	const char *varlink;     /* "org.residentd.Inference.NoModel" */
+	const char *dbus;        /* "org.residentd1.Error.NoModel" */
+	const char *text;        /* default message */
 	uint32_t retry_after_ms; /* default hint; 0: retrying does not help */
 };
 
 const struct error_entry *error_by_code(enum error_code code); /* never NULL; unknown -> ERROR_INTERNAL */
-const struct error_entry *error_by_varlink(const char *name);  /* NULL: not ours */
-enum error_code error_from_errno(int err); /* accepts -errno or errno */
+const struct error_entry *error_by_varlink(const char *name); /* NULL: not ours */
+enum error_code error_from_errno(int err);                    /* accepts -errno or errno */

@@ -25,7 +25,8 @@ static void usage(FILE *f)
 	      "The machine's shared language model, as a service on a Unix socket.\n"
 	      "\n"
 	      "  --model FILE     GGUF model (default: Path= in residentd.conf, else the models directory's default.gguf)\n"
-	      "  --socket PATH    where to listen (default: " DEFAULT_SOCKET "; ignored under socket activation)\n"
+	      "  --socket PATH    where to listen (default: " DEFAULT_SOCKET
+	      "; ignored under socket activation)\n"
 	      "  --config FILE    configuration instead of /etc/residentd/residentd.conf and its drop-ins\n"
 	      "  --threads N      compute threads (default: the physical cores)\n"
 	      "  --context N      tokens a session can hold (default: the model's, at most 32768)\n"
@@ -44,27 +45,33 @@ static int bad_option(const char *option, const char *value, const char *why)
 /* 0: go on; 1: done (help, version); -EINVAL: told. */
 static int parse_options(int argc, char **argv, struct options *o)
 {
-	enum { OPT_MODEL = 256, OPT_SOCKET, OPT_CONFIG, OPT_THREADS, OPT_CONTEXT, OPT_VERSION, OPT_HELP };
+	enum {
+		OPT_MODEL = 256,
+		OPT_SOCKET,
+		OPT_CONFIG,
+		OPT_THREADS,
+		OPT_CONTEXT,
+		OPT_VERSION,
+		OPT_HELP
+	};
 	static const struct option options[] = {
-		{ "model", required_argument, NULL, OPT_MODEL },     { "socket", required_argument, NULL, OPT_SOCKET },
-		{ "config", required_argument, NULL, OPT_CONFIG },   { "threads", required_argument, NULL, OPT_THREADS },
-		{ "context", required_argument, NULL, OPT_CONTEXT }, { "version", no_argument, NULL, OPT_VERSION },
-		{ "help", no_argument, NULL, OPT_HELP },	     { NULL, 0, NULL, 0 },
+		{ "model", required_argument, NULL, OPT_MODEL },
+		{ "socket", required_argument, NULL, OPT_SOCKET },
+		{ "config", required_argument, NULL, OPT_CONFIG },
+		{ "threads", required_argument, NULL, OPT_THREADS },
+		{ "context", required_argument, NULL, OPT_CONTEXT },
+		{ "version", no_argument, NULL, OPT_VERSION },
+		{ "help", no_argument, NULL, OPT_HELP },
+		{ NULL, 0, NULL, 0 },
 	};
 	uint64_t n;
 	int c;
 
 	while ((c = getopt_long(argc, argv, "", options, NULL)) >= 0) {
 		switch (c) {
-		case OPT_MODEL:
-			o->model = optarg;
-			break;
-		case OPT_SOCKET:
-			o->socket = optarg;
-			break;
-		case OPT_CONFIG:
-			o->config = optarg;
-			break;
+		case OPT_MODEL: o->model = optarg; break;
+		case OPT_SOCKET: o->socket = optarg; break;
+		case OPT_CONFIG: o->config = optarg; break;
 		case OPT_THREADS:
 			if (parse_u64(optarg, 1, 256, &n) < 0)
 				return bad_option("threads", optarg, "a number from 1 to 256");
@@ -75,15 +82,9 @@ static int parse_options(int argc, char **argv, struct options *o)
 				return bad_option("context", optarg, "a number from 16 to 16777216");
 			o->context = (uint32_t)n;
 			break;
-		case OPT_VERSION:
-			puts("residentd " RESIDENTD_VERSION);
-			return 1;
-		case OPT_HELP:
-			usage(stdout);
-			return 1;
-		default:
-			fputs("Try `residentd --help`.\n", stderr);
-			return -EINVAL;
+		case OPT_VERSION: puts("residentd " RESIDENTD_VERSION); return 1;
+		case OPT_HELP: usage(stdout); return 1;
+		default: fputs("Try `residentd --help`.\n", stderr); return -EINVAL;
 		}
 	}
 	if (optind < argc) {
@@ -120,16 +121,17 @@ static int make_socket(struct daemon *d, const char *path)
 	int r;
 
 	if (strlen(path) >= sizeof(addr.sun_path)) {
-		log_error("%s: the path is too long for a socket (%zu bytes at most)", path, sizeof(addr.sun_path) - 1);
+		log_error("%s: the path is too long for a socket (%zu bytes at most)", path,
+			  sizeof(addr.sun_path) - 1);
 		return -ENAMETOOLONG;
 	}
 	strcpy(addr.sun_path, path);
 	r = clear_socket(&addr);
 	if (r < 0) {
 		log_error("%s: %s", path,
-			  r == -EADDRINUSE ? "another residentd answers on this socket" :
-			  r == -EEXIST	   ? "exists and is no socket" :
-					     strerror(-r));
+			  r == -EADDRINUSE ? "another residentd answers on this socket"
+			  : r == -EEXIST   ? "exists and is no socket"
+					   : strerror(-r));
 		return r;
 	}
 	fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -209,7 +211,8 @@ static int run(struct daemon *d)
 	config_defaults(&d->config);
 	r = service_read_config(d);
 	if (r < 0) {
-		log_error("cannot read %s: %s", d->options.config ? d->options.config : "the configuration", strerror(-r));
+		log_error("cannot read %s: %s",
+			  d->options.config ? d->options.config : "the configuration", strerror(-r));
 		return r;
 	}
 	block_signals();

@@ -32,9 +32,10 @@ static json_t *model_json(const struct daemon *d)
 {
 	const struct model *m = d->model;
 
-	return json_pack("{ss ss sI sI sI sI sb sb}", "name", m->name, "architecture", m->arch->name, "parameters",
-			 (json_int_t)m->n_params, "weight_bytes", (json_int_t)m->weight_bytes, "context_max",
-			 (json_int_t)d->stats.context, "context_trained", (json_int_t)m->n_ctx_train, "chat", m->template != NULL,
+	return json_pack("{ss ss sI sI sI sI sb sb}", "name", m->name, "architecture",
+			 m->arch->name, "parameters", (json_int_t)m->n_params, "weight_bytes",
+			 (json_int_t)m->weight_bytes, "context_max", (json_int_t)d->stats.context,
+			 "context_trained", (json_int_t)m->n_ctx_train, "chat", m->template != NULL,
 			 "thinking", m->template && template_think_end_id(m->template) >= 0);
 }
 
@@ -101,17 +102,21 @@ static void get_status(struct conn *c, struct args *a)
 		return;
 	read_rss(rss);
 	waiting = count_waiting(d, &running);
-	obj = json_pack("{ss si sI ss si sI sI sI sI sI sI sI sf sf sI sI sI sI sI}", "version", RESIDENTD_VERSION, "pid", (int)getpid(),
-			"uptime_s", (json_int_t)((now_us() - d->started_us) / 1000000), "backend",
-			d->stats.backend ? d->stats.backend : "none", "threads", (int)d->stats.threads, "sessions",
-			(json_int_t)d->n_sessions, "sessions_own", (json_int_t)session_count(d, c->uid), "queued",
-			(json_int_t)waiting, "running", (json_int_t)running, "requests_total",
-			(json_int_t)d->n_requests_total, "prompt_tokens_total", (json_int_t)d->n_prompt_tok,
-			"generated_tokens_total", (json_int_t)d->n_generated_tok, "prefill_tokens_per_second",
-			(double)rate_per_second_milli(&d->prefill_rate) / 1000, "decode_tokens_per_second",
-			(double)rate_per_second_milli(&d->decode_rate) / 1000, "rss_bytes", (json_int_t)rss[0],
-			"rss_anon_bytes", (json_int_t)rss[1], "rss_file_bytes", (json_int_t)rss[2], "kv_bytes_used",
-			(json_int_t)d->stats.kv_bytes_used, "kv_bytes_max", (json_int_t)d->stats.kv_bytes_max);
+	obj = json_pack("{ss si sI ss si sI sI sI sI sI sI sI sf sf sI sI sI sI sI}", "version",
+			RESIDENTD_VERSION, "pid", (int)getpid(), "uptime_s",
+			(json_int_t)((now_us() - d->started_us) / 1000000), "backend",
+			d->stats.backend ? d->stats.backend : "none", "threads",
+			(int)d->stats.threads, "sessions", (json_int_t)d->n_sessions, "sessions_own",
+			(json_int_t)session_count(d, c->uid), "queued", (json_int_t)waiting, "running",
+			(json_int_t)running, "requests_total", (json_int_t)d->n_requests_total,
+			"prompt_tokens_total", (json_int_t)d->n_prompt_tok, "generated_tokens_total",
+			(json_int_t)d->n_generated_tok, "prefill_tokens_per_second",
+			(double)rate_per_second_milli(&d->prefill_rate) / 1000,
+			"decode_tokens_per_second",
+			(double)rate_per_second_milli(&d->decode_rate) / 1000, "rss_bytes",
+			(json_int_t)rss[0], "rss_anon_bytes", (json_int_t)rss[1], "rss_file_bytes",
+			(json_int_t)rss[2], "kv_bytes_used", (json_int_t)d->stats.kv_bytes_used,
+			"kv_bytes_max", (json_int_t)d->stats.kv_bytes_max);
 	if (obj)
 		add_state(d, obj);
 	conn_reply(c, obj, false);
@@ -130,8 +135,8 @@ static bool available(struct conn *c)
 
 static json_t *session_json(const struct daemon *d, const struct session *s)
 {
-	return json_pack("{ss sI sI}", "session", s->id, "context_used", (json_int_t)s->context_used, "context_max",
-			 (json_int_t)d->stats.context);
+	return json_pack("{ss sI sI}", "session", s->id, "context_used",
+			 (json_int_t)s->context_used, "context_max", (json_int_t)d->stats.context);
 }
 
 /* The caller's session, or NULL after an error was sent. */
@@ -290,10 +295,11 @@ static void get_usage(struct conn *c, struct args *a)
 	if (!u)
 		u = &none;
 	conn_reply(c,
-		   json_pack("{sI sI sI sI sI sI}", "requests", (json_int_t)u->requests, "prompt_tokens",
-			     (json_int_t)u->sum.prompt_tok, "cached_tokens", (json_int_t)u->sum.cached_tok, "answer_tokens",
-			     (json_int_t)u->sum.answer_tok, "thought_tokens", (json_int_t)u->sum.thought_tok, "engine_us",
-			     (json_int_t)u->engine_us),
+		   json_pack("{sI sI sI sI sI sI}", "requests", (json_int_t)u->requests,
+			     "prompt_tokens", (json_int_t)u->sum.prompt_tok, "cached_tokens",
+			     (json_int_t)u->sum.cached_tok, "answer_tokens",
+			     (json_int_t)u->sum.answer_tok, "thought_tokens",
+			     (json_int_t)u->sum.thought_tok, "engine_us", (json_int_t)u->engine_us),
 		   false);
 }
 
@@ -301,8 +307,9 @@ static void get_info(struct conn *c, struct args *a)
 {
 	if (checked(c, a))
 		conn_reply(c,
-			   json_pack("{ss ss ss ss s[ss]}", "vendor", "residentd", "product", "residentd", "version", RESIDENTD_VERSION,
-				     "url", "", "interfaces", "org.varlink.service", "org.residentd.Inference"),
+			   json_pack("{ss ss ss ss s[ss]}", "vendor", "residentd", "product",
+				     "residentd", "version", RESIDENTD_VERSION, "url", "",
+				     "interfaces", "org.varlink.service", "org.residentd.Inference"),
 			   false);
 }
 
@@ -357,7 +364,8 @@ void methods_dispatch(struct conn *c)
 	} else if (streq(call->interface, "org.varlink.service")) {
 		m = service_methods;
 	} else {
-		conn_standard_error(c, "org.varlink.service.InterfaceNotFound", "interface", call->interface);
+		conn_standard_error(c, "org.varlink.service.InterfaceNotFound", "interface",
+				    call->interface);
 		return;
 	}
 	while (m->name && !streq(m->name, call->member))

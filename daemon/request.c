@@ -10,10 +10,10 @@
 #include <math.h>
 #include <sys/random.h>
 
-#define CONTENT_MAX (64U << 20) /* the message cap is what bounds it */
-#define TOKENIZE_MAX 262144	/* bytes: the reply is some 30 times as large while it is made */
+#define CONTENT_MAX  (64U << 20) /* the message cap is what bounds it */
+#define TOKENIZE_MAX 262144      /* bytes: the reply is some 30 times as large while it is made */
 #define MESSAGES_MAX 10000
-#define BIAS_MAX 1024
+#define BIAS_MAX     1024
 
 static void request_free(struct request *r)
 {
@@ -52,7 +52,8 @@ static bool parse_bias(struct request *r, struct args *a, json_t *obj)
 		uint64_t id;
 
 		if (parse_u64(key, 0, n_vocab - 1, &id) < 0 || !(fabs(bias) <= 1000)) {
-			args_refuse(a, "logit_bias", "keys are token ids, values numbers from -1000 to 1000");
+			args_refuse(a, "logit_bias",
+				    "keys are token ids, values numbers from -1000 to 1000");
 			return false;
 		}
 		r->bias[n++] = (struct logit_bias){ (int32_t)id, (float)bias };
@@ -67,7 +68,8 @@ static void parse_stop(struct request *r, struct args *a, json_t *array)
 	for (size_t i = 0; i < json_array_size(array); i++) {
 		json_t *s = json_array_get(array, i);
 
-		if (!json_is_string(s) || json_string_length(s) == 0 || json_string_length(s) > REPLY_STOP_BYTES_MAX) {
+		if (!json_is_string(s) || json_string_length(s) == 0 ||
+		    json_string_length(s) > REPLY_STOP_BYTES_MAX) {
 			args_refuse(a, "stop", "stop strings have 1 to 256 bytes");
 			return;
 		}
@@ -194,7 +196,8 @@ static int parse_messages(struct request *r, json_t *array, const char **ret_why
 }
 
 /* Reads the parameters of any kind. On -EINVAL *ret_bad names the field. */
-static int parse(struct request *r, json_t *params, const char **ret_session, char **ret_bad, const char **ret_why)
+static int parse(struct request *r, json_t *params, const char **ret_session, char **ret_bad,
+		 const char **ret_why)
 {
 	json_t *options = NULL, *messages = NULL;
 	struct args a;
@@ -207,9 +210,7 @@ static int parse(struct request *r, json_t *params, const char **ret_session, ch
 		(void)args_str(&a, "session", true, 256, ret_session, &len);
 		(void)args_array(&a, "messages", true, MESSAGES_MAX, &messages);
 		break;
-	case REQUEST_CHAT:
-		(void)args_array(&a, "messages", true, MESSAGES_MAX, &messages);
-		break;
+	case REQUEST_CHAT: (void)args_array(&a, "messages", true, MESSAGES_MAX, &messages); break;
 	case REQUEST_COMPLETE:
 		(void)args_str(&a, "session", false, 256, ret_session, &len);
 		(void)args_str(&a, "prompt", true, CONTENT_MAX, &r->text, &r->text_len);
@@ -256,8 +257,8 @@ static void prepare(struct job *job)
 	switch (r->kind) {
 	case REQUEST_SEND:
 	case REQUEST_CHAT:
-		r->prepare_err = template_render(m->template, r->messages, r->n_messages, &o, &r->engine.cancel, &prompt,
-						 &r->prepare_error);
+		r->prepare_err = template_render(m->template, r->messages, r->n_messages, &o,
+						 &r->engine.cancel, &prompt, &r->prepare_error);
 		if (r->prepare_err < 0)
 			return;
 		r->engine.prompt = prompt.tokens;
@@ -265,12 +266,12 @@ static void prepare(struct job *job)
 		r->engine.thinking_open = prompt.thinking_open;
 		return;
 	case REQUEST_COMPLETE:
-		r->prepare_err = tokenizer_encode(m->tokenizer, r->text, r->text_len, flags, &r->engine.cancel,
-						  &r->engine.prompt);
+		r->prepare_err = tokenizer_encode(m->tokenizer, r->text, r->text_len, flags,
+						  &r->engine.cancel, &r->engine.prompt);
 		return;
 	case REQUEST_TOKENIZE:
-		r->prepare_err = tokenizer_encode(m->tokenizer, r->text, r->text_len, flags, &r->engine.cancel,
-						  &r->tokenized);
+		r->prepare_err = tokenizer_encode(m->tokenizer, r->text, r->text_len, flags,
+						  &r->engine.cancel, &r->tokenized);
 		return;
 	}
 }
@@ -327,7 +328,8 @@ static void tell_positions(struct daemon *d)
 			continue;
 		if (before < r->position) {
 			r->position = before;
-			send_frame(r, json_pack("{s{ss sI}}", "progress", "stage", "queued", "position", (json_int_t)before));
+			send_frame(r, json_pack("{s{ss sI}}", "progress", "stage", "queued",
+						"position", (json_int_t)before));
 		}
 		before++;
 	}
@@ -447,7 +449,8 @@ static json_t *tokenize_reply(const struct request *r)
 		struct utf8_stream stream = {};
 		struct buf text = {};
 		size_t len;
-		const char *piece = tokenizer_piece(r->engine.model->tokenizer, r->tokenized.ids[i], true, &len);
+		const char *piece =
+			tokenizer_piece(r->engine.model->tokenizer, r->tokenized.ids[i], true, &len);
 
 		/* A piece may be part of a character: shown as U+FFFD. */
 		if (utf8_push(&stream, piece, len, &text) == 0)
@@ -497,8 +500,8 @@ static json_t *logprob_json(const struct model *m, const struct logprob *p)
 	if (utf8_push(&stream, piece, len, &text) == 0)
 		(void)utf8_flush(&stream, &text);
 	/* JSON has no infinity: what is impossible gets the least finite float. */
-	obj = json_pack("{si ss sf}", "token", p->token, "text", text.data ? text.data : "", "logprob",
-			isfinite(p->logprob) ? (double)p->logprob : -3.4e38);
+	obj = json_pack("{si ss sf}", "token", p->token, "text", text.data ? text.data : "",
+			"logprob", isfinite(p->logprob) ? (double)p->logprob : -3.4e38);
 	buf_done(&text);
 	return obj;
 }
@@ -529,7 +532,8 @@ static void rate_add(struct rate *rate, uint64_t tok, uint64_t busy_us)
 	rate->busy_us[i] += busy_us;
 }
 
-static void send_text(struct request *r, const struct engine_event *e, enum reply_channel channel, json_t *logprobs)
+static void send_text(struct request *r, const struct engine_event *e, enum reply_channel channel,
+		      json_t *logprobs)
 {
 	const struct buf *text = &e->text[channel];
 	json_t *obj;
@@ -560,8 +564,9 @@ void request_progress(struct engine_event *e)
 	rate_add(&r->daemon->prefill_rate, e->n_prefill_tok, e->n_prefill_tok ? e->busy_us : 0);
 	rate_add(&r->daemon->decode_rate, e->n_decode_tok, e->n_decode_tok ? e->busy_us : 0);
 	if (r->conn && e->prefill_total > 0)
-		send_frame(r, json_pack("{s{ss sI sI}}", "progress", "stage", "prefill", "done", (json_int_t)e->prefill_done,
-					"total", (json_int_t)e->prefill_total));
+		send_frame(r, json_pack("{s{ss sI sI}}", "progress", "stage", "prefill", "done",
+					(json_int_t)e->prefill_done, "total",
+					(json_int_t)e->prefill_total));
 	else if (r->conn) {
 		json_t *logprobs = e->has_logprob ? logprobs_json(r, e) : NULL;
 
@@ -577,26 +582,31 @@ void request_progress(struct engine_event *e)
 
 static json_t *usage_json(const struct engine_usage *u)
 {
-	return json_pack("{sI sI sI sI sI sI sI}", "prompt_tokens", (json_int_t)u->prompt_tok, "cached_tokens",
-			 (json_int_t)u->cached_tok, "answer_tokens", (json_int_t)u->answer_tok, "thought_tokens",
-			 (json_int_t)u->thought_tok, "queue_us", (json_int_t)u->queue_us, "prefill_us",
+	return json_pack("{sI sI sI sI sI sI sI}", "prompt_tokens", (json_int_t)u->prompt_tok,
+			 "cached_tokens", (json_int_t)u->cached_tok, "answer_tokens",
+			 (json_int_t)u->answer_tok, "thought_tokens", (json_int_t)u->thought_tok,
+			 "queue_us", (json_int_t)u->queue_us, "prefill_us",
 			 (json_int_t)u->prefill_us, "decode_us", (json_int_t)u->decode_us);
 }
 
 static json_t *final_frame(struct request *r)
 {
-	json_t *obj = json_pack("{ss so sI}", "stop_reason", reply_stop_to_string(r->engine.stop_reason), "usage",
-				usage_json(&r->engine.usage), "context_used", (json_int_t)r->engine.context_used);
+	json_t *obj = json_pack("{ss so sI}", "stop_reason",
+				reply_stop_to_string(r->engine.stop_reason), "usage",
+				usage_json(&r->engine.usage), "context_used",
+				(json_int_t)r->engine.context_used);
 
 	if (!obj || r->more)
 		return obj;
 	(void)json_object_set_new(obj, "request", id_json(r));
-	(void)json_object_set_new(obj, "text",
-				  json_stringn(r->text_all[REPLY_ANSWER].data ? r->text_all[REPLY_ANSWER].data : "",
-					       r->text_all[REPLY_ANSWER].len));
+	(void)json_object_set_new(
+		obj, "text",
+		json_stringn(r->text_all[REPLY_ANSWER].data ? r->text_all[REPLY_ANSWER].data : "",
+			     r->text_all[REPLY_ANSWER].len));
 	if (r->text_all[REPLY_THOUGHT].len > 0)
 		(void)json_object_set_new(obj, "thought",
-					  json_stringn(r->text_all[REPLY_THOUGHT].data, r->text_all[REPLY_THOUGHT].len));
+					  json_stringn(r->text_all[REPLY_THOUGHT].data,
+						       r->text_all[REPLY_THOUGHT].len));
 	if (r->logprobs_all)
 		(void)json_object_set(obj, "logprobs", r->logprobs_all);
 	return obj;
@@ -630,7 +640,8 @@ void request_done(struct request *r)
 	if (r->engine.error != ERROR_NONE) {
 		if (r->engine.error == ERROR_INTERNAL || r->engine.error == ERROR_MODEL_BROKEN)
 			log_error("request %" PRIu64 " of uid %u failed: %s", r->id, r->uid,
-				  r->engine.error_text ? r->engine.error_text : error_by_code(r->engine.error)->text);
+				  r->engine.error_text ? r->engine.error_text
+						       : error_by_code(r->engine.error)->text);
 		fail_request(r, r->engine.error, r->engine.error_text);
 		return;
 	}

@@ -15,7 +15,7 @@ enum request_kind { REQUEST_SEND, REQUEST_CHAT, REQUEST_COMPLETE, REQUEST_TOKENI
 
 struct request {
 	struct engine_request engine; /* first: mail of EVENT_DONE is the request */
-	struct job job;		      /* mail of EVENT_PREPARED */
+	struct job job;               /* mail of EVENT_PREPARED */
 	struct request *prev, *next;  /* daemon's list, by arrival */
 	struct daemon *daemon;
 	struct conn *conn; /* NULL: hung up */
@@ -48,9 +48,9 @@ enum request_event { EVENT_PREPARED = 200 };
 
 /* Reads parameters and starts the request of c->current; answers with an error where it cannot. */
 void request_start(struct conn *c, enum request_kind kind);
-void request_prepared(struct request *r); /* back from the worker */
+void request_prepared(struct request *r);      /* back from the worker */
 void request_progress(struct engine_event *e); /* frees e */
-void request_done(struct request *r);	  /* back from the engine; frees r */
+void request_done(struct request *r);          /* back from the engine; frees r */
 /* hang_up: nobody listens any more. */
 void request_cancel(struct request *r, bool hang_up);
 struct request *request_find(struct daemon *d, uid_t uid, uint64_t id);

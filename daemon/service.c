@@ -14,23 +14,20 @@
 #include <systemd/sd-daemon.h>
 
 #define MODELS_DIRECTORY "/var/lib/residentd/models"
-#define DRAIN_US 4000000    /* running answers may end by themselves this long... */
-#define DEADLINE_US 4700000 /* ...and the process ends within 5 s whatever happens */
+#define DRAIN_US         4000000 /* running answers may end by themselves this long... */
+#define DEADLINE_US      4700000 /* ...and the process ends within 5 s whatever happens */
 
-static const char *const no_model_text = "no model: add one with `residentctl model add FILE.gguf` and reload the service, or start "
-					 "`residentd --model FILE.gguf`; `make demo` runs the bundled toy model";
+static const char *const no_model_text =
+	"no model: add one with `residentctl model add FILE.gguf` and reload the service, or start "
+	"`residentd --model FILE.gguf`; `make demo` runs the bundled toy model";
 
 const char *service_state_to_string(enum service_state s)
 {
 	switch (s) {
-	case SERVICE_LOADING:
-		return "loading";
-	case SERVICE_AVAILABLE:
-		return "available";
-	case SERVICE_UNAVAILABLE:
-		return "unavailable";
-	case SERVICE_STOPPING:
-		return "stopping";
+	case SERVICE_LOADING: return "loading";
+	case SERVICE_AVAILABLE: return "available";
+	case SERVICE_UNAVAILABLE: return "unavailable";
+	case SERVICE_STOPPING: return "stopping";
 	}
 	return "unavailable";
 }
@@ -39,15 +36,10 @@ enum error_code service_check(const struct daemon *d, const char **ret_text)
 {
 	*ret_text = NULL;
 	switch (d->state) {
-	case SERVICE_LOADING:
-		return ERROR_LOADING;
-	case SERVICE_AVAILABLE:
-		return ERROR_NONE;
-	case SERVICE_UNAVAILABLE:
-		*ret_text = d->reason;
-		return d->reason_code;
-	case SERVICE_STOPPING:
-		return ERROR_STOPPING;
+	case SERVICE_LOADING: return ERROR_LOADING;
+	case SERVICE_AVAILABLE: return ERROR_NONE;
+	case SERVICE_UNAVAILABLE: *ret_text = d->reason; return d->reason_code;
+	case SERVICE_STOPPING: return ERROR_STOPPING;
 	}
 	return ERROR_INTERNAL;
 }
@@ -86,8 +78,8 @@ static void set_state(struct daemon *d, enum service_state state)
 	if (state == SERVICE_AVAILABLE)
 		(void)sd_notifyf(0, "STATUS=available: %s", d->model->name);
 	else
-		(void)sd_notifyf(0, "STATUS=%s%s%s", service_state_to_string(state), d->reason ? ": " : "",
-				 d->reason ? d->reason : "");
+		(void)sd_notifyf(0, "STATUS=%s%s%s", service_state_to_string(state),
+				 d->reason ? ": " : "", d->reason ? d->reason : "");
 }
 
 static void set_unavailable(struct daemon *d, enum error_code code, const char *reason)
@@ -126,7 +118,8 @@ static uint32_t count_cores(void)
 		if (!CPU_ISSET(cpu, &set))
 			continue;
 		n_cpu++;
-		snprintf(path, sizeof(path), "/sys/devices/system/cpu/cpu%u/topology/thread_siblings_list", cpu);
+		snprintf(path, sizeof(path),
+			 "/sys/devices/system/cpu/cpu%u/topology/thread_siblings_list", cpu);
 		f = fopen(path, "re");
 		if (f && fscanf(f, "%u", &first) != 1)
 			first = cpu;
@@ -177,7 +170,8 @@ static struct model_id identify(const char *path)
 	if (stat(path, &st) < 0)
 		return (struct model_id){};
 	return (struct model_id){ (uint64_t)st.st_dev, (uint64_t)st.st_ino, (uint64_t)st.st_size,
-				  (uint64_t)st.st_mtim.tv_sec * 1000000000 + (uint64_t)st.st_mtim.tv_nsec };
+				  (uint64_t)st.st_mtim.tv_sec * 1000000000 +
+					  (uint64_t)st.st_mtim.tv_nsec };
 }
 
 static void start_load(struct daemon *d)
@@ -185,7 +179,8 @@ static void start_load(struct daemon *d)
 	_cleanup_(freep) char *path = model_path(d);
 	struct engine_load *load;
 
-	if (path && !d->options.model && !d->config.model_path && access(path, F_OK) < 0 && errno == ENOENT) {
+	if (path && !d->options.model && !d->config.model_path && access(path, F_OK) < 0 &&
+	    errno == ENOENT) {
 		if (!d->model) {
 			log_warning("%s", no_model_text);
 			set_unavailable(d, ERROR_NO_MODEL, no_model_text);
@@ -220,14 +215,18 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 		d->model_id = d->loading_id;
 		free(d->reason);
 		d->reason = NULL;
-		log_notice("model %s: %s, %" PRIu64 " parameters, %" PRIu64 " bytes, context %u, %u threads (%s)",
-			   d->model->name, d->model->arch->name, d->model->n_params, d->model->weight_bytes, d->stats.context,
-			   d->stats.threads, d->stats.backend);
+		log_notice("model %s: %s, %" PRIu64 " parameters, %" PRIu64
+			   " bytes, context %u, %u threads (%s)",
+			   d->model->name, d->model->arch->name, d->model->n_params,
+			   d->model->weight_bytes, d->stats.context, d->stats.threads,
+			   d->stats.backend);
 		if (!d->model->template)
 			log_warning("model %s: %s; raw completion works", d->model->name,
-				    d->model->template_error ? d->model->template_error : "no chat template");
+				    d->model->template_error ? d->model->template_error
+							     : "no chat template");
 	} else {
-		log_error("cannot load the model: %s%s", load->error ? load->error : strerror(-load->err),
+		log_error("cannot load the model: %s%s",
+			  load->error ? load->error : strerror(-load->err),
 			  d->model ? "; the previous one stays" : "");
 	}
 	if (d->state != SERVICE_STOPPING) {
@@ -288,8 +287,9 @@ static void on_cloned(struct daemon *d, struct engine_clone *clone)
 			conn_error(c, error_from_errno(clone->err), NULL, 0);
 		else
 			conn_reply(c,
-				   json_pack("{ss sI sI}", "session", to->id, "context_used", (json_int_t)to->context_used,
-					     "context_max", (json_int_t)d->stats.context),
+				   json_pack("{ss sI sI}", "session", to->id, "context_used",
+					     (json_int_t)to->context_used, "context_max",
+					     (json_int_t)d->stats.context),
 				   false);
 	}
 	if (to && (clone->err < 0 || !c))
@@ -304,18 +304,10 @@ static void on_cloned(struct daemon *d, struct engine_clone *clone)
 static void take_mail(struct daemon *d, struct mail *m)
 {
 	switch (m->kind) {
-	case EVENT_LOADED:
-		on_loaded(d, (struct engine_load *)m);
-		break;
-	case EVENT_CLONED:
-		on_cloned(d, (struct engine_clone *)m);
-		break;
-	case EVENT_PROGRESS:
-		request_progress((struct engine_event *)m);
-		break;
-	case EVENT_DONE:
-		request_done((struct request *)m);
-		break;
+	case EVENT_LOADED: on_loaded(d, (struct engine_load *)m); break;
+	case EVENT_CLONED: on_cloned(d, (struct engine_clone *)m); break;
+	case EVENT_PROGRESS: request_progress((struct engine_event *)m); break;
+	case EVENT_DONE: request_done((struct request *)m); break;
 	case EVENT_PREPARED:
 		request_prepared((struct request *)((char *)m - offsetof(struct request, job)));
 		break;
@@ -368,8 +360,10 @@ static int read_config(const struct daemon *d, struct config *ret)
 	int r;
 
 	config_defaults(ret);
-	r = d->options.config ? config_read(ret, d->options.config, &warnings) : config_read_layers(ret, "", &warnings);
-	for (line = warnings.data ? strtok_r(warnings.data, "\n", &save) : NULL; line; line = strtok_r(NULL, "\n", &save))
+	r = d->options.config ? config_read(ret, d->options.config, &warnings)
+			      : config_read_layers(ret, "", &warnings);
+	for (line = warnings.data ? strtok_r(warnings.data, "\n", &save) : NULL; line;
+	     line = strtok_r(NULL, "\n", &save))
 		log_warning("%s", line);
 	buf_done(&warnings);
 	return r;
@@ -451,8 +445,10 @@ void service_stop(struct daemon *d)
 	set_state(d, SERVICE_STOPPING);
 	log_info("stopping: %zu requests to finish", d->n_requests);
 	d->listen_source = sd_event_source_disable_unref(d->listen_source);
-	(void)sd_event_add_time_relative(d->event, &d->stop_timer, CLOCK_MONOTONIC, DRAIN_US, 1000, on_drained, d);
-	if (sd_event_add_time_relative(d->event, &d->stop_deadline, CLOCK_MONOTONIC, DEADLINE_US, 1000, on_deadline, d) < 0)
+	(void)sd_event_add_time_relative(d->event, &d->stop_timer, CLOCK_MONOTONIC, DRAIN_US, 1000,
+					 on_drained, d);
+	if (sd_event_add_time_relative(d->event, &d->stop_deadline, CLOCK_MONOTONIC, DEADLINE_US,
+				       1000, on_deadline, d) < 0)
 		(void)sd_event_exit(d->event, 0);
 	service_check_stop(d);
 }

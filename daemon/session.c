@@ -62,7 +62,8 @@ static void arm_timer(struct daemon *d)
 	}
 	first = MAX(now, first + d->config.keep_us) + 1000;
 	if (!d->session_timer) {
-		if (sd_event_add_time(d->event, &d->session_timer, CLOCK_MONOTONIC, first, 1000000, on_timer, d) < 0)
+		if (sd_event_add_time(d->event, &d->session_timer, CLOCK_MONOTONIC, first, 1000000,
+				      on_timer, d) < 0)
 			log_warning("cannot set a timer: kept sessions stay until they are closed");
 		return;
 	}
@@ -75,7 +76,8 @@ int session_open(struct daemon *d, uid_t uid, struct conn *owner, bool keep, str
 	struct session *s;
 	int r;
 
-	if (d->n_sessions >= d->config.sessions_max || session_count(d, uid) >= d->config.sessions_per_user)
+	if (d->n_sessions >= d->config.sessions_max ||
+	    session_count(d, uid) >= d->config.sessions_per_user)
 		return -EUSERS;
 	s = calloc(1, sizeof(*s));
 	if (!s)

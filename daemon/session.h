@@ -18,8 +18,8 @@ struct session {
 	bool keep;
 	struct conn *owner; /* NULL when kept */
 	struct engine_session *engine;
-	bool busy;	     /* a request or a clone runs on it */
-	bool doomed;	     /* closed while busy: ends when that does */
+	bool busy;           /* a request or a clone runs on it */
+	bool doomed;         /* closed while busy: ends when that does */
 	size_t context_used; /* tokens */
 	uint64_t used_us;
 };
@@ -29,7 +29,7 @@ int session_open(struct daemon *d, uid_t uid, struct conn *owner, bool keep, str
 /* NULL when there is none of this id that belongs to uid. */
 struct session *session_find(struct daemon *d, uid_t uid, const char *id);
 void session_close(struct daemon *d, struct session *s); /* at once, or when what runs on it has ended */
-void session_release(struct daemon *d, struct session *s); /* no longer busy */
+void session_release(struct daemon *d, struct session *s);         /* no longer busy */
 void session_close_of(struct daemon *d, const struct conn *owner); /* the connection is gone */
 void session_close_all(struct daemon *d);
 size_t session_count(const struct daemon *d, uid_t uid);

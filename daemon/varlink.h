@@ -14,7 +14,7 @@
 #include <jansson.h>
 
 #define VARLINK_NESTING_MAX 64
-#define VARLINK_VALUES_MAX 200000 /* values (and so allocations) in one message */
+#define VARLINK_VALUES_MAX  200000 /* values (and so allocations) in one message */
 
 /* Looks for a whole frame at the start of data. 1: ret_len bytes before its NUL; 0: not complete yet; -EMSGSIZE: longer than max (whether
  * or not its end has arrived). *scanned: bytes known to hold no NUL, 0 at the start of a frame: kept by the caller while data grows. */
@@ -25,7 +25,7 @@ int varlink_parse(const char *data, size_t len, json_t **ret, char **ret_error);
 
 /* A method call as parsed. Strings point into msg. */
 struct varlink_call {
-	json_t *msg;	       /* owned */
+	json_t *msg;           /* owned */
 	const char *method;    /* "org.residentd.Inference.Send" */
 	const char *interface; /* NUL-terminated copy, owned */
 	const char *member;    /* points into method, after the last dot */
@@ -53,12 +53,14 @@ struct args {
 	size_t n_seen;
 };
 void args_begin(struct args *a, json_t *obj);
-bool args_str(struct args *a, const char *key, bool required, size_t max_len, const char **ret, size_t *ret_len);
+bool args_str(struct args *a, const char *key, bool required, size_t max_len, const char **ret,
+	      size_t *ret_len);
 bool args_bool(struct args *a, const char *key, bool *ret);
-bool args_i64(struct args *a, const char *key, bool required, int64_t min, int64_t max, int64_t *ret); /* 1.0 is no integer */
-bool args_f64(struct args *a, const char *key, double min, double max, double *ret);		       /* integers too; finite */
-bool args_array(struct args *a, const char *key, bool required, size_t max_items, json_t **ret);       /* borrowed */
-bool args_object(struct args *a, const char *key, bool required, json_t **ret);			       /* borrowed */
+bool args_i64(struct args *a, const char *key, bool required, int64_t min, int64_t max,
+	      int64_t *ret); /* 1.0 is no integer */
+bool args_f64(struct args *a, const char *key, double min, double max, double *ret); /* integers too; finite */
+bool args_array(struct args *a, const char *key, bool required, size_t max_items, json_t **ret); /* borrowed */
+bool args_object(struct args *a, const char *key, bool required, json_t **ret); /* borrowed */
 /* Marks a problem that the caller found. */
 void args_refuse(struct args *a, const char *key, const char *why);
 /* 0, or -EINVAL when a field was bad or unknown: then bad and why are set. */

@@ -26,13 +26,13 @@ struct mailbox {
 };
 
 int mailbox_init(struct mailbox *b, bool with_fd); /* -errno */
-void mailbox_done(struct mailbox *b);		   /* must be empty */
+void mailbox_done(struct mailbox *b);              /* must be empty */
 void mailbox_post(struct mailbox *b, struct mail *m);
 /* The whole content in order of posting (a list by next), NULL when empty. wait: blocks until there is some. */
 struct mail *mailbox_take_all(struct mailbox *b, bool wait);
 
 struct job {
-	struct mail mail;	      /* as which it comes back */
+	struct mail mail;             /* as which it comes back */
 	void (*run)(struct job *job); /* on a worker thread */
 };
 

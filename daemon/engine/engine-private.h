@@ -15,10 +15,10 @@ struct engine_session {
 	struct mail mail; /* as ENGINE_FREE */
 	struct engine_session *prev, *next;
 	bool linked;
-	bool open_turn;	      /* the last answer's end-of-turn tokens are not in tokens yet */
+	bool open_turn;       /* the last answer's end-of-turn tokens are not in tokens yet */
 	struct tokens tokens; /* the conversation, without dropped thoughts */
 	struct state *state;  /* NULL: forgotten or never evaluated */
-	size_t n_valid;	      /* how many of tokens the state has evaluated in this order */
+	size_t n_valid;       /* how many of tokens the state has evaluated in this order */
 	uint64_t last_used;   /* engine->clock */
 };
 
@@ -32,8 +32,8 @@ struct engine {
 	struct engine_load *load; /* waits for the last request */
 	struct sched sched;
 	struct engine_session *sessions; /* every one that holds anything */
-	uint64_t clock;			 /* counts uses */
-	struct model *model;		 /* NULL: none loaded */
+	uint64_t clock;                  /* counts uses */
+	struct model *model;             /* NULL: none loaded */
 	struct backend *backend;
 	struct kv_arena *arena;
 	float *logits; /* n_vocab */

@@ -76,7 +76,8 @@ static uint64_t bytes_used(const struct engine *e)
 
 	if (!e->arena)
 		return 0;
-	sum = (uint64_t)(kv_arena_n_pages(e->arena) - kv_arena_n_free(e->arena)) * kv_arena_page_bytes(e->arena);
+	sum = (uint64_t)(kv_arena_n_pages(e->arena) - kv_arena_n_free(e->arena)) *
+	      kv_arena_page_bytes(e->arena);
 	for (const struct engine_session *s = e->sessions; s; s = s->next) {
 		if (s->state && s->state->recurrent)
 			sum += e->model->recurrent_floats * sizeof(float);
@@ -91,7 +92,8 @@ bool engine_make_room(struct engine *e, const struct engine_session *keep)
 	struct engine_session *oldest = NULL;
 
 	for (struct engine_session *s = e->sessions; s; s = s->next)
-		if (s != keep && s->state && s->state->n_tok > 0 && (!oldest || s->last_used < oldest->last_used))
+		if (s != keep && s->state && s->state->n_tok > 0 &&
+		    (!oldest || s->last_used < oldest->last_used))
 			oldest = s;
 	if (!oldest)
 		return false;
@@ -138,10 +140,11 @@ static uint64_t mem_available(void)
 
 /* Memory for sessions: what was asked for, or by default four full contexts and eight recurrent states, within a quarter of what is
  * available now. Less than one full session is refused with the number. */
-static int size_memory(const struct model *m, const struct engine_config *c, bool f16, uint32_t context, uint64_t *ret,
-		       char **ret_error)
+static int size_memory(const struct model *m, const struct engine_config *c, bool f16,
+		       uint32_t context, uint64_t *ret, char **ret_error)
 {
-	uint64_t tok = (uint64_t)m->kv.n_layer * m->kv.n_head * (m->kv.k_dim + m->kv.v_dim) * (f16 ? 2 : 4);
+	uint64_t tok =
+		(uint64_t)m->kv.n_layer * m->kv.n_head * (m->kv.k_dim + m->kv.v_dim) * (f16 ? 2 : 4);
 	uint64_t states = 2 * (uint64_t)m->recurrent_floats * sizeof(float); /* the state and its checkpoint */
 	uint64_t pages = (uint64_t)context / KV_PAGE_TOK + 4;
 	uint64_t least = pages * KV_PAGE_TOK * tok + states;
@@ -151,8 +154,9 @@ static int size_memory(const struct model *m, const struct engine_config *c, boo
 		bytes = MAX(MIN(4 * pages * KV_PAGE_TOK * tok + 8 * states, mem_available() / 4), least);
 	if (bytes < least)
 		return fail(ret_error, -E2BIG,
-			    "KvBytesMax=%" PRIu64 " is too little for one session of %u tokens: at least %" PRIu64, bytes,
-			    context, least);
+			    "KvBytesMax=%" PRIu64
+			    " is too little for one session of %u tokens: at least %" PRIu64,
+			    bytes, context, least);
 	*ret = bytes;
 	return 0;
 }
@@ -194,10 +198,12 @@ static int load_all(const struct engine_load *load, struct loaded *l, char **ret
 		return r;
 	r = kv_arena_new(&l->model->kv, f16, l->kv_bytes_max, &l->arena);
 	if (r < 0)
-		return fail(ret_error, r, "%s: no memory for %" PRIu64 " bytes of keys and values", load->path, l->kv_bytes_max);
+		return fail(ret_error, r, "%s: no memory for %" PRIu64 " bytes of keys and values",
+			    load->path, l->kv_bytes_max);
 	r = backend_cpu_new(c->threads, graph_scratch_bytes(l->model, c->batch_tok), &l->backend);
 	if (r < 0)
-		return fail(ret_error, r, "cannot start %u compute threads: %s", c->threads, strerror(-r));
+		return fail(ret_error, r, "cannot start %u compute threads: %s", c->threads,
+			    strerror(-r));
 	if (!mul_ok(l->model->n_vocab, sizeof(float), &bytes) || !(l->logits = malloc(bytes)))
 		return fail(ret_error, -ENOMEM, "%s: no memory for the logits", load->path);
 	return 0;
@@ -246,7 +252,8 @@ static int clone_session(struct engine *e, const struct engine_session *from, st
 	session_link(e, to);
 	to->last_used = ++e->clock;
 	/* Without memory for a copy of the state the clone still has its tokens. */
-	if (from->state && from->n_valid > 0 && state_clone(from->state, e->model, e->arena, &to->state) == 0)
+	if (from->state && from->n_valid > 0 &&
+	    state_clone(from->state, e->model, e->arena, &to->state) == 0)
 		to->n_valid = from->n_valid;
 	while (bytes_used(e) > e->kv_bytes_max && engine_make_room(e, to))
 		;
@@ -258,15 +265,9 @@ static int clone_session(struct engine *e, const struct engine_session *from, st
 static void take_mail(struct engine *e, struct mail *m)
 {
 	switch ((enum engine_mail)m->kind) {
-	case ENGINE_LOAD:
-		e->load = (struct engine_load *)m;
-		break;
-	case ENGINE_REQUEST:
-		sched_add(&e->sched, &((struct engine_request *)m)->sched);
-		break;
-	case ENGINE_FREE:
-		engine_session_drop(e, (struct engine_session *)m);
-		break;
+	case ENGINE_LOAD: e->load = (struct engine_load *)m; break;
+	case ENGINE_REQUEST: sched_add(&e->sched, &((struct engine_request *)m)->sched); break;
+	case ENGINE_FREE: engine_session_drop(e, (struct engine_session *)m); break;
 	case ENGINE_CLONE: {
 		struct engine_clone *c = (struct engine_clone *)m;
 
@@ -276,12 +277,8 @@ static void take_mail(struct engine *e, struct mail *m)
 		mailbox_post(e->out, m);
 		break;
 	}
-	case ENGINE_WAKE:
-		atomic_store(&e->wake_posted, false);
-		break;
-	case ENGINE_QUIT:
-		e->quit = true;
-		break;
+	case ENGINE_WAKE: atomic_store(&e->wake_posted, false); break;
+	case ENGINE_QUIT: e->quit = true; break;
 	}
 }
 
@@ -299,7 +296,8 @@ static void drop_cancelled(struct engine *e)
 	struct sched_entry *next;
 
 	for (struct sched_entry *s = e->sched.first; s; s = next) {
-		struct engine_request *req = (struct engine_request *)((char *)s - offsetof(struct engine_request, sched));
+		struct engine_request *req =
+			(struct engine_request *)((char *)s - offsetof(struct engine_request, sched));
 
 		next = s->next;
 		if (s->running || !(e->quit || atomic_load(&req->cancel) || atomic_load(&req->gone)))
@@ -329,7 +327,8 @@ static void *engine_main(void *arg)
 		if (e->sched.n > 0) {
 			struct sched_entry *s = sched_pick(&e->sched);
 
-			run_step(e, (struct engine_request *)((char *)s - offsetof(struct engine_request, sched)));
+			run_step(e, (struct engine_request *)((char *)s -
+							      offsetof(struct engine_request, sched)));
 		} else if (e->load) {
 			load_model(e, TAKE_PTR(e->load));
 		} else if (e->quit) {

@@ -20,25 +20,25 @@ struct engine;
 struct engine_session;
 
 enum engine_mail {
-	ENGINE_LOAD,	/* struct engine_load; waits until no request is left */
+	ENGINE_LOAD,    /* struct engine_load; waits until no request is left */
 	ENGINE_REQUEST, /* struct engine_request */
-	ENGINE_FREE,	/* struct engine_session: gone for good */
-	ENGINE_CLONE,	/* struct engine_clone */
-	ENGINE_WAKE,	/* static: look at the flags */
-	ENGINE_QUIT,	/* static: end what runs, return everything, stop */
+	ENGINE_FREE,    /* struct engine_session: gone for good */
+	ENGINE_CLONE,   /* struct engine_clone */
+	ENGINE_WAKE,    /* static: look at the flags */
+	ENGINE_QUIT,    /* static: end what runs, return everything, stop */
 };
 
 enum engine_event_kind {
 	EVENT_LOADED = 100, /* struct engine_load */
-	EVENT_CLONED,	    /* struct engine_clone */
-	EVENT_PROGRESS,	    /* struct engine_event */
-	EVENT_DONE,	    /* struct engine_request */
+	EVENT_CLONED,       /* struct engine_clone */
+	EVENT_PROGRESS,     /* struct engine_event */
+	EVENT_DONE,         /* struct engine_request */
 };
 
 struct engine_config {
 	uint32_t threads, context, batch_tok;
 	uint64_t kv_bytes_max; /* 0: auto */
-	int kv_f16;	       /* -1: as the weights ask */
+	int kv_f16;            /* -1: as the weights ask */
 };
 
 /* What the loop may publish; a copy travels with every EVENT_DONE, EVENT_LOADED and EVENT_CLONED. */
@@ -76,7 +76,7 @@ struct engine_request {
 	struct sched_entry sched;
 	/* What to do: filled by the loop and the preparing worker. */
 	struct engine_session *session; /* NULL: a conversation of this one request */
-	struct model *model;		/* reference: whose vocabulary the prompt is in */
+	struct model *model;            /* reference: whose vocabulary the prompt is in */
 	bool chat, special;
 	struct tokens prompt;
 	size_t answer_start; /* as struct template_prompt */
@@ -88,7 +88,7 @@ struct engine_request {
 	uint64_t accepted_us; /* now_us() of arrival */
 	/* Raised by the loop at any time. */
 	atomic_bool cancel; /* stop at the next step; the session stays usable at once */
-	atomic_bool gone;   /* nobody will hear the answer: stop within a layer, at the price of the session's state */
+	atomic_bool gone; /* nobody will hear the answer: stop within a layer, at the price of the session's state */
 	/* The outcome. */
 	enum error_code error;
 	char *error_text; /* NULL: the code's own */

@@ -15,7 +15,7 @@ struct run {
 	bool own_session;  /* made for this request, dropped with it */
 	struct tokens seq; /* conversation and prompt, then the generated tokens */
 	size_t n_prompt;   /* of seq: what was there before the first generated token */
-	size_t cut;	   /* where the next turn of a thinking model returns to; n_prompt when there is no such place */
+	size_t cut; /* where the next turn of a thinking model returns to; n_prompt when there is no such place */
 	size_t n_cached;
 	struct sampler *sampler;
 	struct reply *reply;
@@ -71,8 +71,9 @@ static int build_sequence(struct engine *e, struct run *run)
 	/* Room for at least one generated token. */
 	if (run->n_prompt >= e->context) {
 		req->error_text = NULL;
-		(void)fail(&req->error_text, 0, "the conversation needs %zu tokens, the context holds %u", run->n_prompt + 1,
-			   e->context);
+		(void)fail(&req->error_text, 0,
+			   "the conversation needs %zu tokens, the context holds %u",
+			   run->n_prompt + 1, e->context);
 		return refuse(req, ERROR_CONTEXT_FULL, -ENOSPC);
 	}
 	return 0;
@@ -107,7 +108,8 @@ static int make_helpers(struct engine *e, struct run *run)
 
 	r = sampler_new(&req->sample, e->model->n_vocab, &run->sampler);
 	if (r >= 0)
-		r = reply_new(e->model->tokenizer, req->chat ? e->model->template : NULL, &o, &run->reply);
+		r = reply_new(e->model->tokenizer, req->chat ? e->model->template : NULL, &o,
+			      &run->reply);
 	if (r < 0)
 		return refuse(req, ERROR_NO_MEMORY, r);
 	for (size_t i = from; i < run->n_prompt; i++)
@@ -161,17 +163,15 @@ static int evaluate(struct engine *e, struct run *run, size_t n, bool want_logit
 	do {
 		r = engine_charge(e, run->ses, n);
 		if (r == 0)
-			r = graph_forward(e->model, e->backend, e->arena, &seq, 1, &run->req->gone, e->logits);
+			r = graph_forward(e->model, e->backend, e->arena, &seq, 1, &run->req->gone,
+					  e->logits);
 	} while (r == -ENOSPC && engine_make_room(e, run->ses));
 	switch (r) {
 	case 0:
-	case -ECANCELED:
-		return r;
+	case -ECANCELED: return r;
 	case -ENOSPC:
-	case -ENOMEM:
-		return refuse(run->req, ERROR_NO_MEMORY, r);
-	default:
-		return refuse(run->req, ERROR_INTERNAL, r);
+	case -ENOMEM: return refuse(run->req, ERROR_NO_MEMORY, r);
+	default: return refuse(run->req, ERROR_INTERNAL, r);
 	}
 }
 

@@ -39,7 +39,9 @@ static struct mail *wait_for(struct fixture *f, int kind)
 
 			for (size_t i = 0; i < 2; i++)
 				if (e->text[i].len > 0)
-					assert_int_equal(buf_append(&f->text[i], e->text[i].data, e->text[i].len), 0);
+					assert_int_equal(buf_append(&f->text[i], e->text[i].data,
+								    e->text[i].len),
+							 0);
 			f->n_events++;
 			engine_event_free(e);
 			continue;
@@ -55,8 +57,9 @@ static void load(struct fixture *f, const char *path, uint64_t kv_bytes, uint32_
 
 	assert_non_null(l);
 	l->path = strdup(path);
-	l->config = (struct engine_config){ .threads = 2, .context = context, .batch_tok = 16, .kv_bytes_max = kv_bytes,
-					    .kv_f16 = -1 };
+	l->config = (struct engine_config){
+		.threads = 2, .context = context, .batch_tok = 16, .kv_bytes_max = kv_bytes, .kv_f16 = -1
+	};
 	l->mail.kind = ENGINE_LOAD;
 	engine_post(f->engine, &l->mail);
 	l = (struct engine_load *)wait_for(f, EVENT_LOADED);
@@ -89,8 +92,9 @@ static void stop(struct fixture *f)
 	clear_text(f);
 }
 
-static struct engine_request *request_new(struct fixture *f, struct engine_session *s, const struct message *messages,
-					  size_t n, bool thinking, bool continuation)
+static struct engine_request *request_new(struct fixture *f, struct engine_session *s,
+					  const struct message *messages, size_t n, bool thinking,
+					  bool continuation)
 {
 	struct engine_request *r = calloc(1, sizeof(*r));
 	struct template_options o = { .thinking = thinking, .continuation = continuation };
@@ -130,8 +134,8 @@ static const struct message *user(const char *text)
 }
 
 /* Asks and expects the answer; returns how many prompt tokens were cached. */
-static uint64_t ask(struct fixture *f, struct engine_session *s, const char *question, bool thinking, bool continuation,
-		    const char *answer)
+static uint64_t ask(struct fixture *f, struct engine_session *s, const char *question,
+		    bool thinking, bool continuation, const char *answer)
 {
 	struct engine_request *r = request_new(f, s, user(question), 1, thinking, continuation);
 	uint64_t cached;
@@ -183,7 +187,9 @@ static void test_session_drops_thought(void **state)
 	(void)state;
 	start(&f);
 	load(&f, MODEL, 0, 512);
-	assert_int_equal(ask(&f, s, "What is the capital of France?", true, false, "The capital of France is Paris."), 0);
+	assert_int_equal(ask(&f, s, "What is the capital of France?", true, false,
+			     "The capital of France is Paris."),
+			 0);
 	for (size_t i = 0; i < 3; i++)
 		turns[i].content_len = strlen(turns[i].content);
 	assert_int_equal(template_render(f.model->template, turns, 3, &o, NULL, &whole, &error), 0);
@@ -224,7 +230,9 @@ static void test_clone(void **state)
 		assert_int_equal(r->error, ERROR_NONE);
 		assert_true(r->usage.cached_tok > 0);
 		if (i == 0)
-			assert_int_equal(buf_append(&first, f.text[REPLY_ANSWER].data, f.text[REPLY_ANSWER].len), 0);
+			assert_int_equal(buf_append(&first, f.text[REPLY_ANSWER].data,
+						    f.text[REPLY_ANSWER].len),
+					 0);
 		else
 			assert_string_equal(f.text[REPLY_ANSWER].data, first.data);
 		request_free(r);
@@ -256,7 +264,8 @@ static void test_memory_is_bounded(void **state)
 		assert_true(f.stats.kv_bytes_used <= least);
 	}
 	for (size_t i = 0; i < 4; i++) {
-		struct engine_request *r = request_new(&f, s[i], user("What is 7 x 8?"), 1, false, true);
+		struct engine_request *r =
+			request_new(&f, s[i], user("What is 7 x 8?"), 1, false, true);
 
 		engine_post(f.engine, &r->mail);
 		assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
@@ -405,7 +414,8 @@ static void test_seed(void **state)
 	start(&f);
 	load(&f, MODEL, 0, 512);
 	for (size_t i = 0; i < 3; i++) {
-		struct engine_request *r = request_new(&f, NULL, user("Tell me a story."), 1, false, false);
+		struct engine_request *r =
+			request_new(&f, NULL, user("Tell me a story."), 1, false, false);
 
 		r->sample.temperature = 1.5f;
 		r->sample.seed = i == 2 ? 43 : 42;
@@ -414,7 +424,8 @@ static void test_seed(void **state)
 		engine_post(f.engine, &r->mail);
 		assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
 		assert_int_equal(r->error, ERROR_NONE);
-		assert_int_equal(buf_append(&said[i], f.text[REPLY_ANSWER].data, f.text[REPLY_ANSWER].len), 0);
+		assert_int_equal(
+			buf_append(&said[i], f.text[REPLY_ANSWER].data, f.text[REPLY_ANSWER].len), 0);
 		request_free(r);
 	}
 	assert_string_equal(said[0].data, said[1].data);

@@ -40,7 +40,7 @@ struct numbered {
 	size_t from, n;
 };
 
-#define SENDERS 4
+#define SENDERS    4
 #define PER_SENDER 20000
 
 struct sender {
