@@ -1,0 +1,223 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * pool.c: worker threads that share out the pieces of one loop.
+ *
+ * Owned by backend-cpu; pool_run() is called by the engine thread only. Refuses to know what a
+ * piece is; pieces must not wait for each other.
+ *
+ * A loop is published by storing the number of its pieces in `left`. Whoever lowers `left` by one
+ * owns piece n - left (its value before), and until that piece is counted off in `unfinished` the
+ * loop cannot end: only then are n, fn and arg read by a worker or written by pool_run(). So nobody
+ * waits for a worker that has taken nothing, and a late one that takes a piece simply works for the
+ * loop of the day. `epoch` only wakes: it moves with every loop.
+ */
+#include "kernels/cpu/pool.h"
+
+#include "daemon/base.h"
+
+#include <assert.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+
+/*
+ * Pauses before a thread parks: 2-10 us, as a pause takes 10 to 40 ns. The gap between two loops of
+ * a step is shorter than that, and a wake through the kernel costs more.
+ */
+#define SPIN_PAUSES 250
+
+struct worker {
+	struct pool *pool;
+	unsigned index;
+	pthread_t thread;
+};
+
+struct pool {
+	atomic_size_t left, unfinished;
+	atomic_uint epoch;        /* futex of the workers */
+	atomic_uint n_parked;     /* workers that sleep on epoch, or are about to */
+	atomic_uint caller_waits; /* futex of the caller: 1 while it sleeps or is about to */
+	atomic_bool quit;
+
+	size_t n; /* these three: see the head of the file */
+	void (*fn)(void *arg, size_t i, unsigned thread);
+	void *arg;
+
+	unsigned n_workers;
+	struct worker workers[];
+};
+
+static void cpu_relax(void)
+{
+#if defined(__x86_64__)
+	__builtin_ia32_pause();
+#elif defined(__aarch64__)
+	__asm__ volatile("isb");
+#endif
+}
+
+static void futex_wait(atomic_uint *word, unsigned value)
+{
+	/* Any return is good: callers check their condition again. */
+	syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void futex_wake(atomic_uint *word, int n)
+{
+	syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
+}
+
+static void work(struct pool *p, unsigned thread)
+{
+	size_t left = atomic_load_explicit(&p->left, memory_order_relaxed);
+
+	while (left > 0) {
+		/*
+		 * Acquire pairs with the store of pool_run(), of which every later value is a part.
+		 */
+		if (!atomic_compare_exchange_weak_explicit(&p->left, &left, left - 1,
+							   memory_order_acquire, memory_order_relaxed))
+			continue;
+		p->fn(p->arg, p->n - left, thread);
+		if (atomic_fetch_sub(&p->unfinished, 1) == 1 && atomic_exchange(&p->caller_waits, 0))
+			futex_wake(&p->caller_waits, 1);
+		left = atomic_load_explicit(&p->left, memory_order_relaxed);
+	}
+}
+
+static void wait_for_epoch(struct pool *p, unsigned seen)
+{
+	for (unsigned i = 0; i < SPIN_PAUSES; i++) {
+		if (atomic_load_explicit(&p->epoch, memory_order_relaxed) != seen)
+			return;
+		cpu_relax();
+	}
+
+	/* Either pool_run() sees the count, or the kernel sees the new epoch. */
+	atomic_fetch_add(&p->n_parked, 1);
+	while (atomic_load(&p->epoch) == seen)
+		futex_wait(&p->epoch, seen);
+	atomic_fetch_sub(&p->n_parked, 1);
+}
+
+static void *worker_main(void *arg)
+{
+	struct worker *w = arg;
+	struct pool *p = w->pool;
+
+	for (;;) {
+		unsigned seen = atomic_load(&p->epoch);
+
+		if (atomic_load(&p->quit))
+			return NULL;
+		work(p, w->index);
+		wait_for_epoch(p, seen);
+	}
+}
+
+static void next_epoch(struct pool *p, size_t wanted)
+{
+	atomic_fetch_add(&p->epoch, 1);
+	if (atomic_load(&p->n_parked) > 0)
+		futex_wake(&p->epoch, (int)MIN(wanted, (size_t)p->n_workers));
+}
+
+static void wait_for_end(struct pool *p)
+{
+	for (unsigned i = 0; i < SPIN_PAUSES; i++) {
+		if (atomic_load(&p->unfinished) == 0)
+			return;
+		cpu_relax();
+	}
+
+	/* Either we see the last piece counted off, or its thread sees that we wait. */
+	for (;;) {
+		atomic_store(&p->caller_waits, 1);
+		if (atomic_load(&p->unfinished) == 0)
+			break;
+		futex_wait(&p->caller_waits, 1);
+	}
+	atomic_store(&p->caller_waits, 0);
+}
+
+struct pool *pool_new(unsigned n_threads)
+{
+	size_t bytes;
+	struct pool *p;
+	sigset_t all, old;
+	int r = 0;
+
+	assert(n_threads >= 1);
+
+	if (!mul_ok(n_threads - 1, sizeof(struct worker), &bytes) ||
+	    !add_ok(bytes, sizeof(*p), &bytes)) {
+		errno = ENOMEM;
+		return NULL;
+	}
+	p = calloc(1, bytes);
+	if (!p)
+		return NULL;
+
+	/* Signals are the loop thread's business. */
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &old);
+	for (unsigned i = 0; i < n_threads - 1 && r == 0; i++) {
+		struct worker *w = &p->workers[i];
+
+		w->pool = p;
+		w->index = i + 1;
+		r = pthread_create(&w->thread, NULL, worker_main, w);
+		if (r == 0) {
+			p->n_workers++;
+			pthread_setname_np(w->thread, "residentd-cpu");
+		}
+	}
+	pthread_sigmask(SIG_SETMASK, &old, NULL);
+
+	if (r != 0) {
+		p = pool_free(p);
+		errno = r;
+	}
+	return p;
+}
+
+struct pool *pool_free(struct pool *p)
+{
+	if (!p)
+		return NULL;
+
+	atomic_store(&p->quit, true);
+	next_epoch(p, p->n_workers);
+	for (unsigned i = 0; i < p->n_workers; i++)
+		pthread_join(p->workers[i].thread, NULL);
+	free(p);
+	return NULL;
+}
+
+unsigned pool_n_threads(const struct pool *p)
+{
+	return p->n_workers + 1;
+}
+
+void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned thread), void *arg)
+{
+	if (n <= 1 || p->n_workers == 0) {
+		for (size_t i = 0; i < n; i++)
+			fn(arg, i, 0);
+		return;
+	}
+
+	assert(atomic_load(&p->unfinished) == 0); /* else nested, or called from two threads */
+
+	p->n = n;
+	p->fn = fn;
+	p->arg = arg;
+	atomic_store(&p->unfinished, n);
+	atomic_store_explicit(&p->left, n, memory_order_release);
+	next_epoch(p, n - 1);
+
+	work(p, 0);
+	wait_for_end(p);
+}

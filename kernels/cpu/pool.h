@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * pool.h: the worker threads of the CPU backend: one parallel loop at a time, work taken in small pieces.
+ *
+ * Owned by backend-cpu; pool_run() is called by the engine thread only, one call at a time. The calling thread works
+ * too. Pieces are taken from one atomic counter, so a thread that lost its core delays nobody beyond one piece.
+ * Threads spin briefly and then park on a futex: an idle daemon uses no CPU.
+ */
+#pragma once
+
+#include <stddef.h>
+
+struct pool;
+
+/* n_threads >= 1 counts the caller. Returns NULL when threads cannot be made (errno is set). */
+struct pool *pool_new(unsigned n_threads);
+struct pool *pool_free(struct pool *p); /* joins; accepts NULL; returns NULL */
+unsigned pool_n_threads(const struct pool *p);
+/* Calls fn(arg, i, thread) for every i in [0, n), thread < pool_n_threads(); returns when all are done. Nesting is a bug. */
+void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned thread), void *arg);

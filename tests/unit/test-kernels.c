@@ -1,0 +1,1247 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * test-kernels.c: the reference kernels against literal values and naive double arithmetic, and
+ * every other table of kernels against the reference.
+ *
+ * Bounds: one float operation is off by at most U = 2^-24 of its result, so a sum of products made
+ * in a chain of L additions is off by at most about L * U * (sum of the magnitudes of the
+ * products). Where that is the bound, L is counted from the kernel; integers and conversions are
+ * compared exactly. Buffers are as long as the data and not a byte longer, so that the address
+ * sanitizer sees every overrun.
+ */
+#include "tests/test.h"
+
+#include "daemon/base.h"
+#include "kernels/cpu/cpu.h"
+
+#include <float.h>
+#include <math.h>
+
+#define U 0x1p-24
+
+static const enum quant_type weight_types[] = { QUANT_F32,  QUANT_F16,  QUANT_BF16,
+						QUANT_Q8_0, QUANT_Q4_0, QUANT_Q4_K,
+						QUANT_Q5_K, QUANT_Q6_K, QUANT_MXFP4 };
+
+static uint64_t seed;
+
+static uint32_t random_u32(void)
+{
+	seed = seed * 6364136223846793005u + 1442695040888963407u;
+	return (uint32_t)(seed >> 32);
+}
+
+/* Uniform in [-1, 1). */
+static float random_float(void)
+{
+	return (float)(random_u32() >> 8) * 0x1p-23f - 1.0f;
+}
+
+static void *new_bytes(size_t n)
+{
+	void *p = malloc(n ? n : 1);
+
+	assert_non_null(p);
+	return p;
+}
+
+static float *new_floats(size_t n)
+{
+	float *x = new_bytes(n * sizeof(*x));
+
+	for (size_t i = 0; i < n; i++)
+		x[i] = random_float();
+	return x;
+}
+
+static float *copy_floats(const float *x, size_t n)
+{
+	return memcpy(new_bytes(n * sizeof(*x)), x, n * sizeof(*x));
+}
+
+static uint32_t float_bits(float f)
+{
+	uint32_t u;
+
+	memcpy(&u, &f, sizeof(u));
+	return u;
+}
+
+static float bits_float(uint32_t u)
+{
+	float f;
+
+	memcpy(&f, &u, sizeof(f));
+	return f;
+}
+
+#define assert_close(got, want, bound)                                                         \
+	do {                                                                                   \
+		double got_ = (double)(got), want_ = (double)(want), bound_ = (double)(bound); \
+		if (!(fabs(got_ - want_) <= bound_))                                           \
+			fail_msg("%s:%d: %.9g is not within %.3g of %.9g", __func__, __LINE__, \
+				 got_, bound_, want_);                                         \
+	} while (0)
+
+/* The table beside the reference, or NULL where this machine has none. */
+static const struct cpu_kernels *fast_table(void)
+{
+	const struct cpu_kernels *k;
+
+	unsetenv("RESIDENTD_CPU");
+	k = cpu_kernels_choose(NULL);
+	return k == &cpu_kernels_ref ? NULL : k;
+}
+
+#define FAST_OR_SKIP(k)                                           \
+	const struct cpu_kernels *k = fast_table();               \
+	if (!k) {                                                 \
+		skip_because("this CPU lacks AVX2, FMA or F16C"); \
+		return;                                           \
+	}
+
+/* Conversions */
+
+static void test_half_literals(void **state)
+{
+	static const struct {
+		uint32_t f32;
+		uint16_t f16;
+	} cases[] = {
+		{ 0x00000000, 0x0000 }, { 0x80000000, 0x8000 },
+		{ 0x3f800000, 0x3c00 }, { 0xc0000000, 0xc000 },
+		{ 0x477fe000, 0x7bff },                         /* 65504, the largest */
+		{ 0x477fefff, 0x7bff }, { 0x477ff000, 0x7c00 }, /* 65520 is a tie with infinity */
+		{ 0x7f800000, 0x7c00 }, { 0xff800000, 0xfc00 },
+		{ 0x7f7fffff, 0x7c00 }, { 0x38800000, 0x0400 },
+		{ 0x387fc000, 0x03ff }, /* 2^-14 and the largest denormal */
+		{ 0x33800000, 0x0001 }, { 0x33000000, 0x0000 },
+		{ 0x33000001, 0x0001 }, /* 2^-24; half of it is a tie to 0 */
+		{ 0x33c00000, 0x0002 }, /* 1.5 * 2^-24 is a tie to 2 */
+		{ 0x3f801000, 0x3c00 }, { 0x3f803000, 0x3c02 },
+		{ 0x3f801001, 0x3c01 }, /* ties to even at 1 */
+		{ 0x00000001, 0x0000 }, { 0x7fc00000, 0x7e00 },
+		{ 0xffc02000, 0xfe01 }, { 0x7f802000, 0x7e01 }, /* a signalling NaN becomes quiet */
+	};
+	(void)state;
+
+	for (size_t i = 0; i < ARRAY_SIZE(cases); i++)
+		assert_int_equal(float_to_f16(bits_float(cases[i].f32)), cases[i].f16);
+
+	assert_int_equal(float_to_bf16(1.0f), 0x3f80);
+	assert_int_equal(float_to_bf16(bits_float(0x3f808000)), 0x3f80); /* ties to even */
+	assert_int_equal(float_to_bf16(bits_float(0x3f818000)), 0x3f82);
+	assert_int_equal(float_to_bf16(bits_float(0x3f808001)), 0x3f81);
+	assert_int_equal(float_to_bf16(FLT_MAX), 0x7f80);
+	assert_int_equal(float_to_bf16(bits_float(0x7f800001)), 0x7fc0); /* NaN stays NaN */
+	assert_int_equal(float_bits(bf16_to_float(0xc2a8)), 0xc2a80000);
+}
+
+static void test_half_exhaustive(void **state)
+{
+	(void)state;
+
+	for (unsigned h = 0; h < 65536; h++) {
+		unsigned exp = h >> 10 & 31, man = h & 0x3ff;
+		float f = f16_to_float((uint16_t)h);
+		double want;
+
+		if (exp == 31 && man) {
+			assert_true(isnan(f));
+			continue;
+		}
+		want = exp == 31 ? (double)INFINITY
+		       : exp     ? ldexp(1024 + man, (int)exp - 25)
+				 : ldexp(man, -24);
+		assert_true((double)f == (h & 0x8000 ? -want : want));
+		assert_int_equal(signbit(f) != 0, h >> 15);
+		assert_int_equal(float_to_f16(f), h);
+	}
+}
+
+static void test_half_simd(void **state)
+{
+	_cleanup_(freep) uint16_t *h = new_bytes(65536 * sizeof(*h)),
+				  *back = new_bytes(65536 * sizeof(*back));
+	_cleanup_(freep) float *f = new_bytes(65536 * sizeof(*f));
+	(void)state;
+	FAST_OR_SKIP(k)
+
+	for (size_t i = 0; i < 65536; i++)
+		h[i] = (uint16_t)i;
+	k->f16_to_f32(h, f, 65536);
+	for (size_t i = 0; i < 65536; i++)
+		assert_int_equal(float_bits(f[i]), float_bits(f16_to_float((uint16_t)i)));
+
+	/*
+	 * Every upper half of a float, with lower bits around the ties of both formats and at
+	 * random.
+	 */
+	for (unsigned low = 0; low < 8; low++) {
+		static const uint16_t lows[] = { 0, 1, 0x0fff, 0x1000, 0x1001, 0x3000, 0x8000 };
+
+		for (size_t i = 0; i < 65536; i++)
+			f[i] = bits_float((uint32_t)i << 16 |
+					  (low < 7 ? lows[low] : random_u32() & 0xffff));
+		k->f32_to_f16(f, back, 65535);
+		for (size_t i = 0; i < 65535; i++)
+			assert_int_equal(back[i], float_to_f16(f[i]));
+		k->quantize[QUANT_BF16](f, back, 65535);
+		for (size_t i = 0; i < 65535; i++)
+			assert_int_equal(back[i], float_to_bf16(f[i]));
+	}
+}
+
+/* Dequantisation: blocks written by hand */
+
+static void check_row(enum quant_type type, const void *row, const float *want, size_t n)
+{
+	const struct cpu_kernels *tables[] = { &cpu_kernels_ref, fast_table() };
+
+	for (size_t t = 0; t < ARRAY_SIZE(tables); t++) {
+		_cleanup_(freep) float *y = new_floats(n);
+
+		if (!tables[t])
+			continue;
+		tables[t]->dequant[type](row, y, n);
+		for (size_t i = 0; i < n; i++)
+			if (y[i] != want[i])
+				fail_msg("%s %s[%zu]: %.9g, not %.9g", tables[t]->name,
+					 quant_info(type)->name, i, (double)y[i], (double)want[i]);
+	}
+}
+
+static void test_dequant_32(void **state)
+{
+	struct block_q8_0 q8 = { .d = 0xb800 /* -0.5 */, .qs = { -128, 127, 1, [31] = -3 } };
+	struct block_q4_0 q4 = { .d = 0x4000 /* 2 */, .qs = { 0x90, 0x0f, [15] = 0xf8 } };
+	struct block_mxfp4 mx[3] = {
+		{ .e = 127 /* 1/2 */, .qs = { 0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe } },
+		{ .e = 0, .qs = { 0x07 } },
+		{ .e = 255, .qs = { 0x91 } },
+	};
+	float want[96] = { 64, -63.5f, -0.5f, [31] = 1.5f };
+	(void)state;
+
+	check_row(QUANT_Q8_0, &q8, want, 32);
+
+	/* A zero nibble is -8. */
+	for (size_t i = 0; i < 32; i++)
+		want[i] = -16;
+	want[0] = -16, want[16] = 2; /* 0, 9 */
+	want[1] = 14, want[17] = -16;
+	want[15] = 0, want[31] = 14;
+	check_row(QUANT_Q4_0, &q4, want, 32);
+
+	memset(want, 0, sizeof(want));
+	memcpy(want, (const float[]){ 0, 1, 2, 4, -0.0f, -1, -2, -4 }, 32);
+	memcpy(want + 16, (const float[]){ 0.5f, 1.5f, 3, 6, -0.5f, -1.5f, -3, -6 }, 32);
+	want[32] = 0x1.8p-125f; /* 12 * 2^-128 */
+	want[64] = 0x1p127f;    /* 1 * 2^127 */
+	want[80] = -0x1p127f;
+	check_row(QUANT_MXFP4, mx, want, 96);
+}
+
+/*
+ * Scales and mins used below: scale 0 = 1, scale 1 = 63, scale 4 = 0x25 (low nibble 5 in byte 8,
+ * top bits 2 in byte 0), scale 7 = 0x3f; min 0 = 2, min 3 = 0x3f, min 4 = 0x1a (low nibble 10 in
+ * byte 8, top bits 1 in byte 4), min 7 = 0x30.
+ */
+static const uint8_t k_scales[12] = { 0x81, 0x3f, 0, 0xc0, 0x42, 0, 0, 0xff, 0xa5, 0, 0, 0x0f };
+
+static void test_dequant_k(void **state)
+{
+	struct block_q4_k q4 = { .d = 0x3c00 /* 1 */, .dmin = 0x3800 /* 0.5 */ };
+	struct block_q5_k q5 = { .d = 0x3c00, .dmin = 0x3800 };
+	struct block_q6_k q6 = { .d = 0x3800, .scales = { 1, -2, [8] = -128, [15] = 127 } };
+	float want[256], mins[8] = { -1, 0, 0, -31.5f, -13, 0, 0, -24 }; /* -dmin * min */
+	(void)state;
+
+	memcpy(q4.scales, k_scales, sizeof(k_scales));
+	memcpy(q5.scales, k_scales, sizeof(k_scales));
+	for (size_t i = 0; i < 256; i++)
+		want[i] = mins[i / 32];
+
+	q4.qs[0] = 0x73, want[0] = 3 - 1, want[32] = 7 * 63;
+	q4.qs[31] = 0xf0, want[63] = 15 * 63;
+	q4.qs[64 + 2] = 0x0f, want[128 + 2] = 15 * 37 - 13;
+	q4.qs[96 + 31] = 0x10, want[255] = 63 - 24;
+	check_row(QUANT_Q4_K, &q4, want, 256);
+
+	memcpy(q5.qs, q4.qs, sizeof(q5.qs));
+	q5.qh[0] = 0x03, want[0] = 19 - 1, want[32] = 23 * 63; /* elements 0 of sub-blocks 0 and 1 */
+	q5.qh[31] = 0x80, want[255] = 17 * 63 - 24;
+	q5.qh[5] = 0x10, want[128 + 5] = 16 * 37 - 13;
+	check_row(QUANT_Q5_K, &q5, want, 256);
+
+	for (size_t i = 0; i < 256; i++) /* q = 0 is -32 */
+		want[i] = i < 16    ? -16
+			  : i < 32  ? 32
+			  : i < 128 ? 0
+			  : i < 144 ? 2048
+			  : i < 240 ? 0
+				    : -16 * 127;
+	q6.ql[0] = 0x0f, q6.qh[0] = 0x03, want[0] = 31 * 0.5f;    /* 0x3f */
+	q6.ql[16] = 0x01, q6.qh[16] = 0x02, want[16] = -1 * 1.0f; /* 0x21, scale -2 */
+	q6.ql[64 + 1] = 0x05, q6.qh[32 + 1] = 0x01, want[129] = (21 - 32) * -64;
+	q6.ql[96 + 31] = 0xe0, q6.qh[63] = 0xc0,
+		   want[255] = (62 - 32) * 63.5f; /* 0x3e in the last quarter */
+	check_row(QUANT_Q6_K, &q6, want, 256);
+}
+
+/* Activations */
+
+static size_t act_bytes(enum quant_type type, size_t n)
+{
+	return type == QUANT_Q8_K ? n / QK_K * sizeof(struct block_q8_k) : quant_row_bytes(type, n);
+}
+
+static void test_quantize_literals(void **state)
+{
+	float x[256] = { 127, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, -126.5f, 126.51f, [31] = -127 };
+	struct block_q8_0 q8;
+	struct block_q8_k qk;
+	(void)state;
+
+	/* The scale is 1: ties go to even. */
+	cpu_kernels_ref.quantize[QUANT_Q8_0](x, &q8, 32);
+	assert_int_equal(q8.d, 0x3c00);
+	assert_memory_equal(q8.qs,
+			    ((const int8_t[32]){ 127, 0, 2, 2, 0, -2, -126, 127, [31] = -127 }), 32);
+
+	/* Times 127 / 143 this is 63.5 and goes to 64; divided by the rounded 143 / 127 it is less. */
+	memcpy(x, (const float[]){ 143, 71.5f }, 2 * sizeof(*x));
+	cpu_kernels_ref.quantize[QUANT_Q8_0](x, &q8, 32);
+	assert_int_equal(q8.qs[1], 64);
+	memcpy(x, (const float[]){ 127, 0.5f }, 2 * sizeof(*x));
+
+	/* The first of the largest magnitudes becomes -127 and turns the sign of the scale. */
+	cpu_kernels_ref.quantize[QUANT_Q8_K](x, &qk, 256);
+	assert_true(qk.d == -1.0f);
+	assert_memory_equal(
+		qk.qs, ((const int8_t[256]){ -127, 0, -2, -2, 0, 2, 126, -127, [31] = 127 }), 256);
+	assert_memory_equal(qk.bsums, ((const int16_t[16]){ -130, 127 }), sizeof(qk.bsums));
+
+	x[0] = -127;
+	cpu_kernels_ref.quantize[QUANT_Q8_K](x, &qk, 256);
+	assert_true(qk.d == 1.0f);
+	assert_int_equal(qk.qs[0], -127);
+
+	memset(x, 0, sizeof(x));
+	cpu_kernels_ref.quantize[QUANT_Q8_0](x, &q8, 32);
+	cpu_kernels_ref.quantize[QUANT_Q8_K](x, &qk, 256);
+	assert_memory_equal(&q8, &(struct block_q8_0){ 0 }, sizeof(q8));
+	assert_memory_equal(&qk, &(struct block_q8_k){ 0 }, sizeof(qk));
+}
+
+/* One block that stresses an edge, by number; false when there are no more. */
+static bool fill_edge(unsigned number, float x[256])
+{
+	static const float edges[] = { 0x1p-149f, 0x1p-130f, FLT_MIN,  FLT_MAX,
+				       1e-30f,    1e30f,     INFINITY, NAN,
+				       -FLT_MAX,  -INFINITY, -NAN,     65504 * 127.0f };
+
+	for (size_t i = 0; i < 256; i++)
+		x[i] = random_float();
+	if (number < 20) /* any values */
+		return true;
+	if (number < 30) { /* many ties: multiples of half a step */
+		for (size_t i = 0; i < 256; i++)
+			x[i] = (float)((int)(random_u32() % 509) - 254) * 0.5f;
+		return true;
+	}
+	if (number < 40) { /* the largest magnitude everywhere, with either sign */
+		for (size_t i = 0; i < 256; i++)
+			x[i] = random_u32() & 0x100 ? 1.0f : -1.0f;
+		return true;
+	}
+	number -= 40;
+	if (number < 3 * ARRAY_SIZE(edges)) { /* one, or a block full of it, or among zeros */
+		for (size_t i = 0; i < 256; i++)
+			if (number % 3)
+				x[i] = number % 3 == 1 ? edges[number / 3] : 0.0f;
+		x[random_u32() % 256] = edges[number / 3];
+		return true;
+	}
+	return false;
+}
+
+static void test_quantize_simd(void **state)
+{
+	static const enum quant_type types[] = { QUANT_F32, QUANT_F16, QUANT_BF16, QUANT_Q8_0,
+						 QUANT_Q8_K };
+	float x[256];
+	(void)state;
+	FAST_OR_SKIP(k)
+
+	seed = 1;
+	for (unsigned number = 0; fill_edge(number, x); number++) {
+		for (size_t t = 0; t < ARRAY_SIZE(types); t++) {
+			size_t bytes = act_bytes(types[t], 256);
+			_cleanup_(freep) uint8_t *want = new_bytes(bytes), *got = new_bytes(bytes + 1);
+
+			cpu_kernels_ref.quantize[types[t]](x, want, 256);
+			k->quantize[types[t]](x, got + 1, 256);
+			if (memcmp(want, got + 1, bytes) != 0)
+				fail_msg("block %u: activation type %d differs", number, types[t]);
+		}
+	}
+}
+
+/* Activations never hold -128, whatever goes in: the SIMD kernels rely on it. */
+static void test_quantize_range(void **state)
+{
+	float x[256];
+	(void)state;
+
+	seed = 2;
+	for (unsigned number = 0; fill_edge(number, x); number++) {
+		struct block_q8_0 q8[8];
+		struct block_q8_k qk;
+
+		cpu_kernels_ref.quantize[QUANT_Q8_0](x, q8, 256);
+		cpu_kernels_ref.quantize[QUANT_Q8_K](x, &qk, 256);
+		for (size_t i = 0; i < 256; i++) {
+			assert_true(q8[i / 32].qs[i % 32] >= -127);
+			assert_true(qk.qs[i] >= -127);
+		}
+	}
+}
+
+/* Matrix products */
+
+enum fill {
+	FILL_RANDOM,
+	FILL_ZERO_SCALE,
+	FILL_DENORMAL_SCALE,
+	FILL_ALL_ONES, /* the largest of every unsigned field, -1 of the signed ones */
+	FILL_LOWEST,   /* 0x80 everywhere: -128 of Q8_0 and of the scales of Q6_K */
+	FILL_HIGHEST,  /* 0x7f */
+	FILL_MAX,
+};
+
+static void set_scale(uint8_t *block, size_t offset, enum fill fill)
+{
+	/* Between 1/64 and 1/32, either sign. */
+	uint16_t d = fill == FILL_ZERO_SCALE       ? 0
+		     : fill == FILL_DENORMAL_SCALE ? (uint16_t)(1 + random_u32() % 1023)
+						   : (uint16_t)(0x2400 | (random_u32() & 0x83ff));
+
+	memcpy(block + offset, &d, sizeof(d));
+}
+
+static void fill_row(enum quant_type type, enum fill fill, uint8_t *row, size_t n)
+{
+	const struct quant_info *info = quant_info(type);
+
+	if (info->block_elems == 1) {
+		for (size_t i = 0; i < n; i++) {
+			float f = fill == FILL_ZERO_SCALE
+					  ? 0.0f
+					  : random_float() * (fill == FILL_DENORMAL_SCALE ? 1e-40f : 1);
+
+			cpu_kernels_ref.quantize[type](&f, row + i * info->block_bytes, 1);
+		}
+		return;
+	}
+	for (size_t i = 0; i < n / info->block_elems; i++) {
+		uint8_t *b = row + i * info->block_bytes;
+
+		for (size_t j = 0; j < info->block_bytes; j++)
+			b[j] = fill == FILL_ALL_ONES  ? 0xff
+			       : fill == FILL_LOWEST  ? 0x80
+			       : fill == FILL_HIGHEST ? 0x7f
+						      : (uint8_t)random_u32();
+		if (type == QUANT_MXFP4)
+			b[0] = fill == FILL_ZERO_SCALE       ? 0
+			       : fill == FILL_DENORMAL_SCALE ? 1
+							     : (uint8_t)(120 + random_u32() % 8);
+		else
+			set_scale(b, type == QUANT_Q6_K ? offsetof(struct block_q6_k, d) : 0, fill);
+		if (type == QUANT_Q4_K || type == QUANT_Q5_K)
+			set_scale(b, offsetof(struct block_q4_k, dmin), fill);
+	}
+}
+
+static void dequant_act(enum quant_type type, const uint8_t *act, float *x, size_t n)
+{
+	struct block_q8_k b;
+
+	if (type != QUANT_Q8_K) {
+		cpu_kernels_ref.dequant[type](act, x, n);
+		return;
+	}
+	for (size_t i = 0; i < n; i++) {
+		memcpy(&b, act + i / QK_K * sizeof(b), sizeof(b));
+		x[i] = b.d * (float)b.qs[i % QK_K];
+	}
+}
+
+/*
+ * A row whose elements are the sums of the magnitudes that make up those of `row`: d * q and dmin *
+ * min add up.
+ */
+static void magnitudes(enum quant_type type, const uint8_t *row, float *w, size_t n)
+{
+	size_t bytes = quant_row_bytes(type, n);
+	_cleanup_(freep) uint8_t *copy = memcpy(new_bytes(bytes), row, bytes);
+
+	if (type == QUANT_Q4_K || type == QUANT_Q5_K)
+		for (size_t i = 0; i < bytes; i += quant_info(type)->block_bytes) {
+			copy[i + 1] &= 0x7f;
+			copy[i + offsetof(struct block_q4_k, dmin) + 1] |= 0x80;
+		}
+	cpu_kernels_ref.dequant[type](copy, w, n);
+}
+
+struct product {
+	enum quant_type type;
+	size_t n, n_rows, n_cols, w_stride, act_stride, y_stride;
+	uint8_t *w, *act; /* one byte off any alignment */
+	uint8_t *w_alloc, *act_alloc;
+};
+
+static void product_make(struct product *p, enum fill fill)
+{
+	enum quant_type act_type = cpu_act_type(p->type);
+	size_t w_bytes = quant_row_bytes(p->type, p->n), x_bytes = act_bytes(act_type, p->n);
+	_cleanup_(freep) float *x = new_bytes(p->n * sizeof(*x));
+
+	p->w_stride = w_bytes + 6;
+	p->act_stride = x_bytes + 4;
+	p->y_stride = p->n_rows + 3;
+	p->w_alloc = new_bytes(1 + (p->n_rows - 1) * p->w_stride + w_bytes);
+	p->act_alloc = new_bytes(1 + (p->n_cols - 1) * p->act_stride + x_bytes);
+	p->w = p->w_alloc + 1;
+	p->act = p->act_alloc + 1;
+	for (size_t r = 0; r < p->n_rows; r++)
+		fill_row(p->type, fill, p->w + r * p->w_stride, p->n);
+	for (size_t c = 0; c < p->n_cols; c++) {
+		/*
+		 * With an extreme fill every activation is extreme too: all integers reach their
+		 * largest sums.
+		 */
+		for (size_t i = 0; i < p->n; i++)
+			x[i] = fill >= FILL_ALL_ONES ? (c % 2 ? -1.0f : 1.0f) : random_float();
+		cpu_kernels_ref.quantize[act_type](x, p->act + c * p->act_stride, p->n);
+	}
+}
+
+static void product_done(struct product *p)
+{
+	free(p->w_alloc);
+	free(p->act_alloc);
+}
+
+/* The product in double, and the sum of the magnitudes in it. */
+static double product_naive(const struct product *p, size_t r, size_t c, double *ret_magnitude)
+{
+	_cleanup_(freep) float *w = new_bytes(p->n * sizeof(*w)),
+			       *mag = new_bytes(p->n * sizeof(*mag));
+	_cleanup_(freep) float *x = new_bytes(p->n * sizeof(*x));
+	double sum = 0, magnitude = 0;
+
+	cpu_kernels_ref.dequant[p->type](p->w + r * p->w_stride, w, p->n);
+	magnitudes(p->type, p->w + r * p->w_stride, mag, p->n);
+	dequant_act(cpu_act_type(p->type), p->act + c * p->act_stride, x, p->n);
+	for (size_t i = 0; i < p->n; i++) {
+		sum += (double)w[i] * (double)x[i];
+		magnitude += fabs((double)mag[i] * (double)x[i]);
+	}
+	*ret_magnitude = magnitude;
+	return sum;
+}
+
+/*
+ * Additions and roundings one after the other on the longest path of the SIMD kernels, generously:
+ * a vector of 8 sums per 16 elements and a tail of 31 of the plain types; two terms for 256 of the
+ * K-quants; one for 32 of the others; then the sums of a vector.
+ */
+static double chain_length(enum quant_type type, size_t n)
+{
+	uint32_t elems = quant_info(type)->block_elems;
+
+	return elems == 1      ? (double)n / 16 + 40
+	       : elems == QK_K ? 2.0 * (double)n / QK_K + 10
+			       : (double)n / QK_0 + 10;
+}
+
+static void check_product(const struct cpu_kernels *k, const struct product *p)
+{
+	size_t n_y = (p->n_cols - 1) * p->y_stride + p->n_rows;
+	_cleanup_(freep) float *y = new_bytes(n_y * sizeof(*y));
+	/*
+	 * The reference sums in double: what remains is the rounding of the result and of the
+	 * dequantised values.
+	 */
+	double chain = k == &cpu_kernels_ref ? 4 : chain_length(p->type, p->n);
+	double floor = (double)p->n * 0x1p-149; /* products among the denormals, each rounded there */
+
+	for (size_t i = 0; i < n_y; i++)
+		y[i] = 12345;
+	k->matmul[p->type](p->n, p->w, p->w_stride, p->n_rows, p->act, p->act_stride, p->n_cols, y,
+			   p->y_stride);
+	for (size_t i = 0; i < n_y; i++) {
+		size_t c = i / p->y_stride, r = i % p->y_stride;
+		double magnitude, want;
+
+		if (r >= p->n_rows) { /* between two columns */
+			assert_true(y[i] == 12345);
+			continue;
+		}
+		want = product_naive(p, r, c, &magnitude);
+		if (!(fabs((double)y[i] - want) <= chain * U * magnitude + floor))
+			fail_msg("%s %s n=%zu row %zu of %zu, column %zu of %zu: %.9g, not %.9g (magnitude %.3g)",
+				 k->name, quant_info(p->type)->name, p->n, r, p->n_rows, c,
+				 p->n_cols, (double)y[i], want, magnitude);
+	}
+}
+
+static void check_products(const struct cpu_kernels *k)
+{
+	static const size_t rows[] = { 1, 2, 5, 17 }, lengths[] = { 1, 2, 5, 9, 20 };
+
+	seed = 3;
+	for (size_t t = 0; t < ARRAY_SIZE(weight_types); t++) {
+		struct product p = { .type = weight_types[t] };
+		uint32_t elems = quant_info(p.type)->block_elems;
+
+		for (enum fill fill = 0; fill < FILL_MAX; fill++) {
+			for (p.n_cols = 1; p.n_cols <= 9; p.n_cols++) {
+				/* In elements of plain types: tails of every length come up. */
+				p.n = lengths[p.n_cols % ARRAY_SIZE(lengths)] * elems +
+				      (elems == 1 ? p.n_cols * 13 : 0);
+				p.n_rows = rows[random_u32() % ARRAY_SIZE(rows)];
+				product_make(&p, fill);
+				check_product(k, &p);
+				product_done(&p);
+			}
+		}
+		p.n = 2048, p.n_rows = 3, p.n_cols = 4;
+		product_make(&p, FILL_RANDOM);
+		check_product(k, &p);
+		product_done(&p);
+	}
+}
+
+static void test_matmul_ref(void **state)
+{
+	(void)state;
+
+	check_products(&cpu_kernels_ref);
+}
+
+static void test_matmul_simd(void **state)
+{
+	(void)state;
+	FAST_OR_SKIP(k)
+
+	check_products(k);
+}
+
+/*
+ * Any bytes as weights: infinite, NaN, negative and denormal scales. Nothing to compare, only not
+ * to crash.
+ */
+static void test_matmul_hostile(void **state)
+{
+	const struct cpu_kernels *tables[] = { &cpu_kernels_ref, fast_table() };
+	(void)state;
+
+	seed = 4;
+	for (size_t t = 0; t < ARRAY_SIZE(weight_types) * 50; t++) {
+		struct product p = { .type = weight_types[t / 50], .n = 512, .n_rows = 2, .n_cols = 5 };
+		float y[5 * 5], w[512];
+
+		product_make(&p, FILL_RANDOM);
+		for (size_t i = 0; i < p.w_stride + quant_row_bytes(p.type, p.n); i++)
+			p.w[i] = (uint8_t)random_u32();
+		for (size_t k = 0; k < ARRAY_SIZE(tables) && tables[k]; k++) {
+			tables[k]->matmul[p.type](p.n, p.w, p.w_stride, 2, p.act, p.act_stride, 5, y, 5);
+			tables[k]->dequant[p.type](p.w, w, p.n);
+		}
+		product_done(&p);
+	}
+}
+
+static void test_dequant_simd(void **state)
+{
+	(void)state;
+	FAST_OR_SKIP(k)
+
+	seed = 5;
+	for (size_t t = 0; t < ARRAY_SIZE(weight_types); t++) {
+		for (enum fill fill = 0; fill < FILL_MAX; fill++) {
+			uint32_t elems = quant_info(weight_types[t])->block_elems;
+			size_t n = elems == 1 ? 77 : 3 * elems,
+			       bytes = quant_row_bytes(weight_types[t], n);
+			_cleanup_(freep) uint8_t *row = new_bytes(bytes + 1);
+			_cleanup_(freep) float *want = new_floats(n), *got = new_floats(n);
+
+			fill_row(weight_types[t], fill, row + 1, n);
+			cpu_kernels_ref.dequant[weight_types[t]](row + 1, want, n);
+			k->dequant[weight_types[t]](row + 1, got, n);
+			for (size_t i = 0; i < n; i++)
+				assert_true(got[i] == want[i]);
+		}
+	}
+}
+
+/* Float kernels: both tables against double arithmetic */
+
+static double naive_sigmoid(double x)
+{
+	return 1.0 / (1.0 + exp(-x));
+}
+
+static void check_norms(const struct cpu_kernels *k, size_t n)
+{
+	_cleanup_(freep) float *x = new_floats(n), *w = new_floats(n), *y = new_floats(n),
+			       *z = copy_floats(x, n);
+	double sum = 0, rms, l2;
+
+	for (size_t i = 0; i < n; i++)
+		sum += (double)x[i] * (double)x[i];
+	rms = 1 / sqrt(sum / (double)n + 1e-6);
+	l2 = 1 / fmax(sqrt(sum), 1e-6);
+
+	/*
+	 * The sum is made in double; a few roundings remain: of the scale, of its root and
+	 * quotient, of two products.
+	 */
+	k->rms_norm(x, w, 1e-6f, y, n);
+	for (size_t i = 0; i < n; i++)
+		assert_close(y[i], (double)x[i] * rms * (double)w[i],
+			     6 * U * fabs((double)x[i] * rms * (double)w[i]));
+	k->rms_norm(z, NULL, 1e-6f, z, n);
+	for (size_t i = 0; i < n; i++)
+		assert_close(z[i], (double)x[i] * rms, 6 * U * fabs((double)x[i] * rms));
+	k->l2_norm(x, 1e-6f, y, n);
+	for (size_t i = 0; i < n; i++)
+		assert_close(y[i], (double)x[i] * l2, 6 * U * fabs((double)x[i] * l2));
+	k->add_scaled(y, x, 0.3f, n);
+	for (size_t i = 0; i < n; i++)
+		assert_close(y[i], (double)x[i] * (l2 + (double)0.3f), 8 * U * (fabs(l2) + 1));
+}
+
+static void check_activations(const struct cpu_kernels *k, size_t n)
+{
+	_cleanup_(freep) float *gate = new_floats(n), *up = new_floats(n), *y = new_floats(n),
+			       *x = copy_floats(up, n);
+
+	for (size_t i = 0; i < n; i++)
+		gate[i] *= 20;
+	k->silu_mul(gate, up, y, n);
+	k->sigmoid_mul(x, gate, n);
+	for (size_t i = 0; i < n; i++) {
+		double s = (double)up[i] * naive_sigmoid((double)gate[i]);
+
+		/* exp is off by 2 * U at most, then a sum, a quotient and a product. */
+		assert_close(x[i], s, 6 * U * fabs(s));
+		assert_close(y[i], s * (double)gate[i], 6 * U * fabs(s * (double)gate[i]));
+	}
+	memcpy(x, gate, n * sizeof(*x));
+	k->silu_mul(x, up, x, n); /* in place */
+	assert_memory_equal(x, y, n * sizeof(*x));
+}
+
+static void check_softmax(const struct cpu_kernels *k, size_t n)
+{
+	_cleanup_(freep) float *x = new_floats(n), *y = NULL;
+	double max = -INFINITY, sum = 0;
+
+	for (size_t i = 0; i < n; i++) {
+		x[i] = x[i] * 20 + (n % 2 ? 500 : -500); /* neither end survives without the maximum */
+		max = fmax(max, (double)x[i]);
+	}
+	for (size_t i = 0; i < n; i++)
+		sum += exp((double)x[i] - max);
+	y = copy_floats(x, n);
+	k->softmax(y, n);
+	for (size_t i = 0; i < n; i++) {
+		double want = exp((double)x[i] - max) / sum;
+
+		/*
+		 * The difference x - max is exact or rounded by up to 40 * U, and the exponential
+		 * makes that a relative error; the sum is a chain of n / 8.
+		 */
+		assert_close(y[i], want, (50 + (double)n / 8) * U * want);
+	}
+}
+
+static void check_float_kernels(const struct cpu_kernels *k)
+{
+	seed = 6;
+	for (size_t n = 1; n < 70; n++) {
+		check_norms(k, n);
+		check_activations(k, n);
+		check_softmax(k, n);
+	}
+	check_norms(k, 2048);
+	check_activations(k, 2051);
+	check_softmax(k, 2051);
+	k->softmax(NULL, 0);
+}
+
+static void test_float_ref(void **state)
+{
+	(void)state;
+
+	check_float_kernels(&cpu_kernels_ref);
+}
+
+static void test_float_simd(void **state)
+{
+	(void)state;
+	FAST_OR_SKIP(k)
+
+	check_float_kernels(k);
+}
+
+/*
+ * The exponential over its whole range, seen through the sigmoid: its denormals, its overflow, and
+ * beyond.
+ */
+static void test_exp_range(void **state)
+{
+	enum { N = 8000 };
+	_cleanup_(freep) float *gate = new_bytes(N * sizeof(*gate)), *x = new_bytes(N * sizeof(*x));
+	float special[8] = { INFINITY, -INFINITY, NAN, 1e30f, -1e30f, 0.0f, -104.0f, 88.9f }, ones[8];
+	(void)state;
+	FAST_OR_SKIP(k)
+
+	for (size_t i = 0; i < N; i++) {
+		gate[i] = (float)i * (220.0f / N) - 110.0f;
+		x[i] = 1.0f;
+	}
+	k->sigmoid_mul(x, gate, N);
+	for (size_t i = 0; i < N; i++) {
+		double want = naive_sigmoid((double)gate[i]);
+
+		/* Below -88.7 the exponential of -x overflows, as it does in the reference. */
+		if (gate[i] < -88.7f)
+			assert_true(x[i] <= 0x1p-126f);
+		else /* 2.5 * U was the most in a finer sweep; the last results are denormal */
+			assert_close(x[i], want, 3 * U * want + 0x1p-149);
+	}
+
+	for (size_t i = 0; i < 8; i++)
+		ones[i] = 1.0f;
+	k->sigmoid_mul(ones, special, 8);
+	assert_true(ones[0] == 1.0f && ones[1] == 0.0f && isnan(ones[2]) && ones[3] == 1.0f &&
+		    ones[4] == 0.0f);
+	assert_true(ones[5] == 0.5f && ones[6] == 0.0f && ones[7] == 1.0f);
+
+	/*
+	 * Softmax shows the results far below: e^-90 is denormal after no division, e^-200 is zero.
+	 */
+	for (size_t i = 0; i < 8; i++)
+		ones[i] = (float)i * -15.0f;
+	k->softmax(ones, 8);
+	for (size_t i = 0; i < 8; i++)
+		assert_close(ones[i], exp((double)i * -15) / (1 + exp(-15)),
+			     8 * U * exp((double)i * -15) + 0x1p-149);
+}
+
+static void check_rope(const struct cpu_kernels *k)
+{
+	for (size_t n_rot = 2; n_rot <= 128; n_rot += 2) {
+		_cleanup_(freep) float *x = new_floats(n_rot + 1), *cs = new_floats(n_rot),
+				       *y = copy_floats(x, n_rot + 1);
+
+		k->rope_neox(y, cs, n_rot);
+		for (size_t i = 0; i < n_rot / 2; i++) {
+			double a = (double)x[i], b = (double)x[i + n_rot / 2];
+			double c = (double)cs[2 * i], s = (double)cs[2 * i + 1];
+
+			assert_close(y[i], a * c - b * s, 2 * U * (fabs(a * c) + fabs(b * s)));
+			assert_close(y[i + n_rot / 2], a * s + b * c,
+				     2 * U * (fabs(a * s) + fabs(b * c)));
+		}
+		assert_true(y[n_rot] == x[n_rot]);
+	}
+}
+
+static void test_rope(void **state)
+{
+	const struct cpu_kernels *k = fast_table();
+	(void)state;
+
+	seed = 7;
+	check_rope(&cpu_kernels_ref);
+	if (k)
+		check_rope(k);
+}
+
+/* Attention */
+
+#define PAGE_TOK 16
+
+struct kv {
+	void *pages[8];
+	bool f16;
+};
+
+static void kv_make(struct kv *kv, size_t n_kv, size_t dim)
+{
+	for (size_t p = 0; p * PAGE_TOK < n_kv; p++) {
+		/* The last page ends where its positions end. */
+		size_t n = MIN((size_t)PAGE_TOK, n_kv - p * PAGE_TOK) * dim;
+		_cleanup_(freep) float *x = new_floats(n);
+
+		kv->pages[p] = new_bytes(n * (kv->f16 ? 2 : 4));
+		cpu_kernels_ref.quantize[kv->f16 ? QUANT_F16 : QUANT_F32](x, kv->pages[p], n);
+	}
+}
+
+static double kv_at(const struct kv *kv, size_t t, size_t dim, size_t i)
+{
+	size_t at = t % PAGE_TOK * dim + i;
+
+	return kv->f16 ? (double)f16_to_float(((uint16_t *)kv->pages[t / PAGE_TOK])[at])
+		       : (double)((float *)kv->pages[t / PAGE_TOK])[at];
+}
+
+static void check_attention(const struct cpu_kernels *k, size_t n_kv, size_t k_dim, size_t v_dim,
+			    bool f16)
+{
+	struct kv keys = { .f16 = f16 }, values = { .f16 = f16 };
+	_cleanup_(freep) float *q = new_floats(k_dim), *scores = new_floats(n_kv),
+			       *out = new_floats(v_dim);
+	double weight[128], max = -INFINITY, total = 0;
+
+	kv_make(&keys, n_kv, k_dim);
+	kv_make(&values, n_kv, v_dim);
+	k->attention(q, (const void *const *)keys.pages, (const void *const *)values.pages,
+		     PAGE_TOK, n_kv, k_dim, v_dim, f16, 0.5f, scores, out);
+
+	for (size_t t = 0; t < n_kv; t++) {
+		weight[t] = 0;
+		for (size_t i = 0; i < k_dim; i++)
+			weight[t] += 0.5 * (double)q[i] * kv_at(&keys, t, k_dim, i);
+		max = fmax(max, weight[t]);
+	}
+	for (size_t t = 0; t < n_kv; t++)
+		total += weight[t] = exp(weight[t] - max);
+	for (size_t i = 0; i < v_dim; i++) {
+		double sum = 0;
+
+		for (size_t t = 0; t < n_kv; t++)
+			sum += weight[t] / total * kv_at(&values, t, v_dim, i);
+		/*
+		 * |values| < 1, so this is the relative error of the weights: a score of 256
+		 * products is off by about 256 / 8 * U * 8 = 2e-5 at worst and by 1e-6 as errors
+		 * go; a wrong index or page gives 1e-2 and more.
+		 */
+		assert_close(out[i], sum, 1e-5);
+	}
+	for (size_t p = 0; p < ARRAY_SIZE(keys.pages); p++) {
+		free(p * PAGE_TOK < n_kv ? keys.pages[p] : NULL);
+		free(p * PAGE_TOK < n_kv ? values.pages[p] : NULL);
+	}
+}
+
+static void test_attention(void **state)
+{
+	static const size_t n_kv[] = { 1, 15, 16, 17, 50, 128 },
+			    dims[][2] = { { 256, 256 }, { 64, 80 }, { 20, 13 }, { 8, 136 }, { 3, 72 } };
+	const struct cpu_kernels *tables[] = { &cpu_kernels_ref, fast_table() };
+	(void)state;
+
+	seed = 8;
+	for (size_t t = 0; t < ARRAY_SIZE(tables) && tables[t]; t++)
+		for (size_t i = 0; i < ARRAY_SIZE(n_kv); i++)
+			for (size_t d = 0; d < ARRAY_SIZE(dims); d++)
+				for (int f16 = 0; f16 < 2; f16++)
+					check_attention(tables[t], n_kv[i], dims[d][0], dims[d][1], f16);
+}
+
+/* Convolution */
+
+static void check_conv(const struct cpu_kernels *k, size_t kernel, size_t n_tok, size_t n_ch)
+{
+	_cleanup_(freep) float *w = new_floats(n_ch * kernel), *x = new_floats(n_tok * n_ch);
+	_cleanup_(freep) float *first = new_floats((kernel - 1) * n_ch),
+			       *state = copy_floats(first, (kernel - 1) * n_ch);
+	_cleanup_(freep) float *whole = copy_floats(first, (kernel - 1) * n_ch),
+			       *y = new_floats(n_tok * n_ch);
+	_cleanup_(freep) float *z = new_floats(n_tok * n_ch);
+	size_t cut = n_tok / 3, c = n_ch / 3;
+
+	/*
+	 * Two calls, of which one has fewer tokens than the state, each split into two ranges of
+	 * channels.
+	 */
+	k->conv_silu(x, w, state, cut, n_ch, kernel, 0, c, y);
+	k->conv_silu(x, w, state, cut, n_ch, kernel, c, n_ch, y);
+	k->conv_silu(x + cut * n_ch, w, state, n_tok - cut, n_ch, kernel, 0, c, y + cut * n_ch);
+	k->conv_silu(x + cut * n_ch, w, state, n_tok - cut, n_ch, kernel, c, n_ch, y + cut * n_ch);
+	k->conv_silu(x, w, whole, n_tok, n_ch, kernel, 0, n_ch, z);
+
+	for (size_t ch = 0; ch < n_ch; ch++) {
+		for (size_t t = 0; t < n_tok; t++) {
+			double sum = 0, magnitude = 0, want;
+
+			for (size_t j = 0; j < kernel; j++) {
+				size_t at = t + j; /* in the sequence of the first state, then x */
+				double in = at < kernel - 1
+						    ? (double)first[at * n_ch + ch]
+						    : (double)x[(at - (kernel - 1)) * n_ch + ch];
+
+				sum += in * (double)w[ch * kernel + j];
+				magnitude += fabs(in * (double)w[ch * kernel + j]);
+			}
+			want = sum * naive_sigmoid(sum);
+			assert_close(y[t * n_ch + ch], want, ((double)kernel + 6) * U * magnitude);
+			assert_close(z[t * n_ch + ch], want, ((double)kernel + 6) * U * magnitude);
+		}
+		for (size_t j = 0; j + 1 < kernel; j++) {
+			size_t at = n_tok + j;
+			float want = at < kernel - 1 ? first[at * n_ch + ch]
+						     : x[(at - (kernel - 1)) * n_ch + ch];
+
+			assert_true(state[j * n_ch + ch] == want);
+			assert_true(whole[j * n_ch + ch] == want);
+		}
+	}
+}
+
+static void test_conv(void **state)
+{
+	static const size_t tokens[] = { 1, 2, 3, 4, 7, 20 };
+	const struct cpu_kernels *tables[] = { &cpu_kernels_ref, fast_table() };
+	(void)state;
+
+	seed = 9;
+	for (size_t t = 0; t < ARRAY_SIZE(tables) && tables[t]; t++)
+		for (size_t kernel = 1; kernel <= 5; kernel++)
+			for (size_t i = 0; i < ARRAY_SIZE(tokens); i++) {
+				check_conv(tables[t], kernel, tokens[i], 64);
+				check_conv(tables[t], kernel, tokens[i], 29);
+			}
+}
+
+/* Gated delta rule */
+
+struct delta {
+	size_t n_tok, k_dim, v_dim;
+	float *S, *q, *k, *v, *g, *beta, *o;
+};
+
+static void delta_make(struct delta *d, float max_decay)
+{
+	d->S = new_floats(d->k_dim * d->v_dim);
+	d->q = new_floats(d->n_tok * d->k_dim);
+	d->k = new_floats(d->n_tok * d->k_dim);
+	d->v = new_floats(d->n_tok * d->v_dim);
+	d->g = new_floats(d->n_tok);
+	d->beta = new_floats(d->n_tok);
+	d->o = new_floats(d->n_tok * d->v_dim);
+	for (size_t t = 0; t < d->n_tok; t++) {
+		cpu_kernels_ref.l2_norm(d->k + t * d->k_dim, 1e-6f, d->k + t * d->k_dim, d->k_dim);
+		cpu_kernels_ref.l2_norm(d->q + t * d->k_dim, 1e-6f, d->q + t * d->k_dim, d->k_dim);
+		/*
+		 * Mostly mild, now and then the state is wiped out: the differences of large sums
+		 * must stay right.
+		 */
+		d->g[t] = (d->g[t] - 1) * 0.5f * (random_u32() % 8 ? max_decay : 1000 * max_decay);
+		if (random_u32() % 32 == 0)
+			d->g[t] = -INFINITY;
+		d->beta[t] = (d->beta[t] + 1) * 0.5f;
+	}
+}
+
+static void delta_done(struct delta *d)
+{
+	float *all[] = { d->S, d->q, d->k, d->v, d->g, d->beta, d->o };
+
+	for (size_t i = 0; i < ARRAY_SIZE(all); i++)
+		free(all[i]);
+}
+
+/* The recurrence in double, on a copy of S that is returned. */
+static double *delta_naive(const struct delta *d, double *o)
+{
+	double *S = new_bytes(d->k_dim * d->v_dim * sizeof(*S));
+
+	for (size_t i = 0; i < d->k_dim * d->v_dim; i++)
+		S[i] = (double)d->S[i];
+	for (size_t t = 0; t < d->n_tok; t++) {
+		const float *q = d->q + t * d->k_dim, *k = d->k + t * d->k_dim;
+
+		for (size_t j = 0; j < d->v_dim; j++) {
+			double u = 0, out = 0;
+
+			for (size_t i = 0; i < d->k_dim; i++) {
+				S[i * d->v_dim + j] *= exp((double)d->g[t]);
+				u += S[i * d->v_dim + j] * (double)k[i];
+			}
+			u = ((double)d->v[t * d->v_dim + j] - u) * (double)d->beta[t];
+			for (size_t i = 0; i < d->k_dim; i++) {
+				S[i * d->v_dim + j] += (double)k[i] * u;
+				out += S[i * d->v_dim + j] * (double)q[i];
+			}
+			o[t * d->v_dim + j] = out;
+		}
+	}
+	return S;
+}
+
+/*
+ * k and q are of length 1, v and S of magnitude 1: so are all results, and errors of 1e-5 are 1e-5
+ * of them.
+ */
+#define DELTA_BOUND 1e-5
+
+static void check_delta(const struct cpu_kernels *k, size_t n_tok, size_t k_dim, size_t v_dim,
+			float max_decay, bool chunk)
+{
+	struct delta d = { .n_tok = n_tok, .k_dim = k_dim, .v_dim = v_dim };
+	_cleanup_(freep) double *o = new_bytes(n_tok * v_dim * sizeof(*o)), *S = NULL;
+	_cleanup_(freep) float *scratch = new_floats(cpu_delta_scratch(k_dim, v_dim));
+
+	delta_make(&d, max_decay);
+	S = delta_naive(&d, o);
+	if (chunk)
+		k->delta_chunk(d.S, d.q, k_dim, d.k, k_dim, d.v, v_dim, d.g, d.beta, 1, n_tok,
+			       k_dim, v_dim, d.o, v_dim, scratch);
+	else
+		for (size_t t = 0; t < n_tok; t++)
+			k->delta_step(d.S, d.q + t * k_dim, d.k + t * k_dim, d.v + t * v_dim,
+				      d.g[t], d.beta[t], k_dim, v_dim, d.o + t * v_dim);
+	for (size_t i = 0; i < n_tok * v_dim; i++)
+		assert_close(d.o[i], o[i], DELTA_BOUND);
+	for (size_t i = 0; i < k_dim * v_dim; i++)
+		assert_close(d.S[i], S[i], DELTA_BOUND);
+	delta_done(&d);
+}
+
+static void check_deltas(const struct cpu_kernels *k)
+{
+	static const size_t dims[][2] = { { 128, 128 }, { 32, 48 }, { 20, 12 },
+					  { 5, 7 },     { 1, 1 },   { 8, 136 } };
+
+	for (size_t i = 0; i < ARRAY_SIZE(dims); i++)
+		for (int chunk = 0; chunk < 2; chunk++) {
+			check_delta(k, 1, dims[i][0], dims[i][1], 0.1f, chunk);
+			check_delta(k, 6, dims[i][0], dims[i][1], 3.0f, chunk);
+			check_delta(k, CPU_DELTA_CHUNK, dims[i][0], dims[i][1], 0.01f, chunk);
+		}
+}
+
+static void test_delta_ref(void **state)
+{
+	(void)state;
+
+	seed = 10;
+	check_deltas(&cpu_kernels_ref);
+}
+
+static void test_delta_simd(void **state)
+{
+	(void)state;
+	FAST_OR_SKIP(k)
+
+	seed = 11;
+	check_deltas(k);
+	for (size_t n_tok = 1; n_tok <= CPU_DELTA_CHUNK; n_tok++)
+		check_delta(k, n_tok, 32, 24, 0.1f, true);
+}
+
+/*
+ * Tokens interleaved with those of other heads, as the graph has them: strides larger than the
+ * rows.
+ */
+static void test_delta_strides(void **state)
+{
+	enum { T = 9, K = 16, V = 24, STRIDE = 100 };
+	struct delta d = { .n_tok = T, .k_dim = K, .v_dim = V };
+	_cleanup_(freep) float *wide = new_floats(T * STRIDE), *wide_o = new_floats(T * STRIDE),
+			       *scratch = NULL;
+	_cleanup_(freep) float *gb = new_floats(T * 6), *S = NULL;
+	(void)state;
+	FAST_OR_SKIP(kernels)
+
+	seed = 12;
+	delta_make(&d, 0.1f);
+	S = copy_floats(d.S, K * V);
+	scratch = new_floats(cpu_delta_scratch(K, V));
+	for (size_t t = 0; t < T; t++) {
+		memcpy(wide + t * STRIDE, d.q + t * K, K * sizeof(float));
+		memcpy(wide + t * STRIDE + K, d.k + t * K, K * sizeof(float));
+		memcpy(wide + t * STRIDE + 2 * K, d.v + t * V, V * sizeof(float));
+		gb[t * 6] = d.g[t];
+		gb[t * 6 + 1] = d.beta[t];
+		wide_o[t * STRIDE + V] = 77;
+	}
+	kernels->delta_chunk(d.S, d.q, K, d.k, K, d.v, V, d.g, d.beta, 1, T, K, V, d.o, V, scratch);
+	kernels->delta_chunk(S, wide, STRIDE, wide + K, STRIDE, wide + 2 * K, STRIDE, gb, gb + 1, 6,
+			     T, K, V, wide_o, STRIDE, scratch);
+	assert_memory_equal(S, d.S, K * V * sizeof(float));
+	for (size_t t = 0; t < T; t++) {
+		assert_memory_equal(wide_o + t * STRIDE, d.o + t * V, V * sizeof(float));
+		assert_true(wide_o[t * STRIDE + V] == 77);
+	}
+	delta_done(&d);
+}
+
+/* The table */
+
+static void test_choose(void **state)
+{
+	const struct cpu_kernels *best;
+	const char *note = "x";
+	(void)state;
+
+	unsetenv("RESIDENTD_CPU");
+	best = cpu_kernels_choose(&note);
+	assert_null(note);
+
+	setenv("RESIDENTD_CPU", "ref", 1);
+	assert_ptr_equal(cpu_kernels_choose(&note), &cpu_kernels_ref);
+	assert_null(note);
+
+	setenv("RESIDENTD_CPU", "mmx", 1);
+	assert_ptr_equal(cpu_kernels_choose(&note), best);
+	assert_non_null(note);
+	assert_ptr_equal(cpu_kernels_choose(NULL), best);
+
+	setenv("RESIDENTD_CPU", "avx2", 1);
+	assert_ptr_equal(cpu_kernels_choose(&note), best);
+	assert_int_equal(note == NULL, streq(best->name, "avx2"));
+	unsetenv("RESIDENTD_CPU");
+}
+
+static void test_table_complete(void **state)
+{
+	const struct cpu_kernels *tables[] = { &cpu_kernels_ref, fast_table() };
+	(void)state;
+
+	for (size_t t = 0; t < ARRAY_SIZE(tables) && tables[t]; t++)
+		for (size_t i = 0; i < ARRAY_SIZE(weight_types); i++) {
+			assert_true(quant_has_kernel(weight_types[i]));
+			assert_non_null(tables[t]->dequant[weight_types[i]]);
+			assert_non_null(tables[t]->matmul[weight_types[i]]);
+			assert_non_null(tables[t]->quantize[cpu_act_type(weight_types[i])]);
+		}
+}
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		cmocka_unit_test(test_half_literals),     cmocka_unit_test(test_half_exhaustive),
+		cmocka_unit_test(test_half_simd),         cmocka_unit_test(test_dequant_32),
+		cmocka_unit_test(test_dequant_k),         cmocka_unit_test(test_dequant_simd),
+		cmocka_unit_test(test_quantize_literals), cmocka_unit_test(test_quantize_simd),
+		cmocka_unit_test(test_quantize_range),    cmocka_unit_test(test_matmul_ref),
+		cmocka_unit_test(test_matmul_simd),       cmocka_unit_test(test_matmul_hostile),
+		cmocka_unit_test(test_float_ref),         cmocka_unit_test(test_float_simd),
+		cmocka_unit_test(test_exp_range),         cmocka_unit_test(test_rope),
+		cmocka_unit_test(test_attention),         cmocka_unit_test(test_conv),
+		cmocka_unit_test(test_delta_ref),         cmocka_unit_test(test_delta_simd),
+		cmocka_unit_test(test_delta_strides),     cmocka_unit_test(test_choose),
+		cmocka_unit_test(test_table_complete),
+	};
+
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}

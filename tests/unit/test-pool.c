@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * test-pool.c: every piece of every loop is done once and is done when pool_run() returns, with any
+ * number of threads, for loops that follow each other closely and for workers that had gone to
+ * sleep. Meant to be run under the thread sanitizer too: the counters below are plain memory on
+ * purpose, so that a missing barrier is a report.
+ */
+#include "tests/test.h"
+
+#include "daemon/base.h"
+#include "kernels/cpu/pool.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+struct loop {
+	struct pool *pool;
+	unsigned *hits; /* one per piece */
+	size_t n;
+	unsigned value;
+	atomic_uint threads_seen; /* a bit per thread */
+	atomic_uint bad; /* pieces or threads out of range: cmocka fails in its own thread only */
+	bool wait;
+};
+
+static void piece(void *arg, size_t i, unsigned thread)
+{
+	struct loop *l = arg;
+
+	if (i >= l->n || thread >= pool_n_threads(l->pool)) {
+		atomic_fetch_add(&l->bad, 1);
+		return;
+	}
+	if (l->wait) /* before the work is done; longer away from the caller, so that it has to wait */
+		usleep(thread ? 2000 : 200);
+	l->hits[i] += l->value;
+	atomic_fetch_or(&l->threads_seen, 1u << thread);
+}
+
+static void test_sizes(void **state)
+{
+	static const size_t sizes[] = { 0, 1, 2, 3, 7, 64, 1000 };
+	(void)state;
+
+	for (unsigned n_threads = 1; n_threads <= 5; n_threads++) {
+		struct pool *pool = pool_new(n_threads);
+
+		assert_non_null(pool);
+		assert_int_equal(pool_n_threads(pool), n_threads);
+		for (size_t s = 0; s < ARRAY_SIZE(sizes); s++) {
+			unsigned hits[1000] = { 0 };
+			struct loop l = { .pool = pool, .hits = hits, .n = sizes[s], .value = 1 };
+
+			pool_run(pool, l.n, piece, &l);
+			assert_int_equal(l.bad, 0);
+			for (size_t i = 0; i < ARRAY_SIZE(hits); i++)
+				assert_int_equal(hits[i], i < l.n);
+		}
+		pool = pool_free(pool);
+		assert_null(pool);
+	}
+	assert_null(pool_free(NULL));
+}
+
+/* A single piece, or a single thread, stays on the calling thread. */
+static void note_self(void *arg, size_t i, unsigned thread)
+{
+	(void)i;
+
+	if (thread == 0)
+		*(pthread_t *)arg = pthread_self();
+}
+
+static void test_inline(void **state)
+{
+	struct pool *one = pool_new(1), *two = pool_new(2);
+	pthread_t self = 0;
+	(void)state;
+
+	pool_run(one, 3, note_self, &self);
+	assert_true(pthread_equal(self, pthread_self()));
+	self = 0;
+	pool_run(two, 1, note_self, &self);
+	assert_true(pthread_equal(self, pthread_self()));
+	pool_free(one);
+	pool_free(two);
+}
+
+/* Loops one after the other without a pause: late workers of one loop meet the next. */
+static void test_stress(void **state)
+{
+	enum { LOOPS = 20000, MAX = 9 };
+	struct pool *pool = pool_new(4);
+	unsigned hits[MAX] = { 0 }, want[MAX] = { 0 };
+	(void)state;
+
+	for (unsigned round = 0; round < LOOPS; round++) {
+		struct loop l = { .pool = pool, .hits = hits, .n = 2 + round % (MAX - 1), .value = round };
+
+		pool_run(pool, l.n, piece, &l);
+		assert_int_equal(l.bad, 0);
+		for (size_t i = 0; i < l.n; i++)
+			want[i] += round;
+		assert_memory_equal(hits, want, sizeof(hits));
+	}
+	pool_free(pool);
+}
+
+/*
+ * Workers that sleep are woken, and all of them work; a caller that has nothing left to do sleeps
+ * until they are done.
+ */
+static void test_parked(void **state)
+{
+	struct pool *pool = pool_new(3);
+	unsigned hits[60] = { 0 };
+	struct loop l = { .pool = pool, .hits = hits, .n = ARRAY_SIZE(hits), .value = 1, .wait = true };
+	(void)state;
+
+	/* Five rounds; more only where the machine is so busy that a worker never got a core. */
+	for (unsigned round = 1; round <= 5 || (l.threads_seen != 7 && round < 200); round++) {
+		usleep(2000);
+		pool_run(pool, l.n, piece, &l);
+		for (size_t i = 0; i < l.n; i++)
+			assert_int_equal(hits[i], round);
+	}
+	assert_int_equal(l.threads_seen, 7);
+	pool_free(pool);
+}
+
+/* An idle pool uses no CPU. */
+static void test_idle(void **state)
+{
+	struct pool *pool = pool_new(4);
+	struct timespec before, after;
+	int64_t used_us;
+	(void)state;
+
+	usleep(20000);
+	clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before);
+	usleep(200000);
+	clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after);
+	used_us = (after.tv_sec - before.tv_sec) * 1000000 + (after.tv_nsec - before.tv_nsec) / 1000;
+	assert_true(used_us < 20000); /* one spinning thread would use 200000 */
+	pool_free(pool);
+}
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		cmocka_unit_test(test_sizes),  cmocka_unit_test(test_inline),
+		cmocka_unit_test(test_stress), cmocka_unit_test(test_parked),
+		cmocka_unit_test(test_idle),
+	};
+
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}
