@@ -120,11 +120,11 @@ $(O)/libresident.pc: client/libresident.pc.in $(O)/places
 	$(Q)sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@LIBDIR@|$(LIBDIR)|' -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' \
 		-e 's|@VERSION@|$(VERSION)|' $< >$@
 
-# The scalar kernels are the reference and the fallback, and worth the optimiser's time. Only avx2.c may use AVX2:
+# The scalar kernels are the reference and the fallback, and worth the optimiser's time. Only avx2*.c may use AVX2:
 # the others run before the processor was asked what it can do.
 $(O)/obj/kernels/cpu/%.o: EXTRA = -O3
 ifneq ($(filter x86_64-%,$(shell $(CC) -dumpmachine 2>/dev/null)),)
-$(O)/obj/kernels/cpu/avx2.o: EXTRA = -O3 -mavx2 -mfma -mf16c
+$(addprefix $(O)/obj/kernels/cpu/,avx2.o avx2-quant.o): EXTRA = -O3 -mavx2 -mfma -mf16c
 endif
 
 # .incbin, which the compiler does not report.

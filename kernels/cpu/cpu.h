@@ -4,8 +4,8 @@
  *
  * Owns nothing at run time but the choice. Every entry is a plain function of its arguments: no threads, no
  * allocation, no globals; the caller (backend-cpu.c) splits rows, columns and heads over the pool. ref.c is the truth
- * (scalar, written to be read); every other table must agree with it within the bounds that tests/unit/test-kernels.c
- * states. Shapes: matrices are row-major; "stride" is in bytes for quantised data, in elements for float data.
+ * (scalar, written to be read); every other table must agree with it within the bounds that tests/unit/test-kernels*.c
+ * state. Shapes: matrices are row-major; "stride" is in bytes for quantised data, in elements for float data.
  */
 #pragma once
 
@@ -76,7 +76,7 @@ struct cpu_kernels {
 	/*
 	 * The same for n_tok <= CPU_DELTA_CHUNK tokens at once (chunked form: cumulative decay, unit lower triangular
 	 * solve, then one update of S). q, k, v, o: token t at [t * stride] (strides in floats); g, beta: [n_tok * gb_stride].
-	 * scratch: at least cpu_delta_scratch(k_dim, v_dim) floats.
+	 * scratch: at least cpu_delta_scratch(k_dim, v_dim) floats. o must not alias v: it is cleared first.
 	 */
 	void (*delta_chunk)(float *S, const float *q, size_t q_stride, const float *k, size_t k_stride, const float *v,
 			    size_t v_stride, const float *g, const float *beta, size_t gb_stride, size_t n_tok, size_t k_dim,

@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * kernels.h: what test-kernels.c and test-kernels-float.c share: seeded random data, and the table
+ * of kernels beside the reference.
+ *
+ * Bounds: one float operation is off by at most U = 2^-24 of its result, so a sum of products made
+ * in a chain of L additions is off by at most about L * U * (sum of the magnitudes of the
+ * products). Where that is the bound, L is counted from the kernel; integers and conversions are
+ * compared exactly. Buffers are as long as the data and not a byte longer, so that the address
+ * sanitizer sees every overrun.
+ */
+#pragma once
+
+#include "tests/test.h"
+
+#include "daemon/base.h"
+#include "kernels/cpu/cpu.h"
+
+#define U 0x1p-24
+
+static uint64_t seed;
+
+static inline uint32_t random_u32(void)
+{
+	seed = seed * 6364136223846793005u + 1442695040888963407u;
+	return (uint32_t)(seed >> 32);
+}
+
+/* Uniform in [-1, 1). */
+static inline float random_float(void)
+{
+	return (float)(random_u32() >> 8) * 0x1p-23f - 1.0f;
+}
+
+static inline void *new_bytes(size_t n)
+{
+	void *p = malloc(n ? n : 1);
+
+	assert_non_null(p);
+	return p;
+}
+
+static inline float *new_floats(size_t n)
+{
+	float *x = new_bytes(n * sizeof(*x));
+
+	for (size_t i = 0; i < n; i++)
+		x[i] = random_float();
+	return x;
+}
+
+/* The table beside the reference, or NULL where this machine has none. */
+static inline const struct cpu_kernels *fast_table(void)
+{
+	const struct cpu_kernels *k;
+
+	unsetenv("RESIDENTD_CPU");
+	k = cpu_kernels_choose(NULL);
+	return k == &cpu_kernels_ref ? NULL : k;
+}
+
+#define FAST_OR_SKIP(k)                                           \
+	const struct cpu_kernels *k = fast_table();               \
+	if (!k) {                                                 \
+		skip_because("this CPU lacks AVX2, FMA or F16C"); \
+		return;                                           \
+	}
