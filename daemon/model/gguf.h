@@ -18,13 +18,13 @@ struct gguf_array;
 
 struct gguf_tensor {
 	const char *name; /* NUL-terminated, without NULs inside */
-	uint32_t type;	  /* enum quant_type or another known type (quant_info() is never NULL) */
+	uint32_t type;    /* enum quant_type or another known type (quant_info() is never NULL) */
 	uint32_t n_dims;
 	uint64_t ne[GGUF_MAX_DIMS]; /* ne[0] is the row length; unused dims are 1 */
-	uint64_t bytes;		    /* of the whole tensor, rows without padding */
-	uint32_t part;		    /* which file of a split model */
-	uint64_t offset;	    /* from the start of that file */
-	const void *data;	    /* in the mapping; at least 8-byte aligned, 32 unless the file says otherwise */
+	uint64_t bytes;             /* of the whole tensor, rows without padding */
+	uint32_t part;              /* which file of a split model */
+	uint64_t offset;            /* from the start of that file */
+	const void *data; /* in the mapping; at least 8-byte aligned, 32 unless the file says otherwise */
 };
 
 /* One file of the model. fd stays open, owned by struct gguf. */
@@ -43,7 +43,8 @@ struct gguf_part {
  */
 int gguf_open(const char *path, struct gguf **ret, char **ret_error);
 /* The same over caller's memory (kept by the caller until close; 32-byte aligned): for fuzzing and tests. Single part. */
-int gguf_open_memory(const void *data, size_t bytes, const char *label, struct gguf **ret, char **ret_error);
+int gguf_open_memory(const void *data, size_t bytes, const char *label, struct gguf **ret,
+		     char **ret_error);
 struct gguf *gguf_close(struct gguf *g); /* accepts NULL, returns NULL */
 DEFINE_CLEANUP(struct gguf *, gguf_close)
 
@@ -58,11 +59,12 @@ int gguf_get_u64(const struct gguf *g, const char *key, uint64_t *ret); /* any i
 int gguf_get_u32(const struct gguf *g, const char *key, uint32_t *ret);
 int gguf_get_f32(const struct gguf *g, const char *key, float *ret); /* f32 or f64, finite */
 int gguf_get_bool(const struct gguf *g, const char *key, bool *ret);
-int gguf_get_str(const struct gguf *g, const char *key, const char **ret, size_t *ret_len); /* not NUL-terminated */
+int gguf_get_str(const struct gguf *g, const char *key, const char **ret,
+		 size_t *ret_len); /* not NUL-terminated */
 /* An array; NULL when absent or no array. Element accessors check type and bound: 0, -EINVAL, -ERANGE. */
 const struct gguf_array *gguf_get_array(const struct gguf *g, const char *key);
 size_t gguf_array_n(const struct gguf_array *a);
 bool gguf_array_is_str(const struct gguf_array *a);
 int gguf_array_str(const struct gguf_array *a, size_t i, const char **ret, size_t *ret_len); /* O(1) */
-int gguf_array_i64(const struct gguf_array *a, size_t i, int64_t *ret);			      /* integer and bool elements */
+int gguf_array_i64(const struct gguf_array *a, size_t i, int64_t *ret); /* integer and bool elements */
 int gguf_array_f32(const struct gguf_array *a, size_t i, float *ret);

@@ -19,21 +19,21 @@ struct logit_bias {
 };
 
 struct sample_params {
-	float temperature;     /* 0: greedy */
-	uint32_t top_k;	       /* 0: off */
-	float top_p;	       /* 1: off */
-	float min_p;	       /* 0: off */
-	float typical_p;       /* 1: off */
-	float repeat_penalty;  /* 1: off; divides positive and multiplies negative logits of recent tokens */
+	float temperature; /* 0: greedy */
+	uint32_t top_k;    /* 0: off */
+	float top_p;       /* 1: off */
+	float min_p;       /* 0: off */
+	float typical_p;   /* 1: off */
+	float repeat_penalty; /* 1: off; divides positive and multiplies negative logits of recent tokens */
 	float presence_penalty, frequency_penalty; /* 0: off */
-	uint32_t penalty_last_tok;		   /* window, at most SAMPLE_WINDOW_MAX; 0: no penalties */
+	uint32_t penalty_last_tok; /* window, at most SAMPLE_WINDOW_MAX; 0: no penalties */
 	uint64_t seed;
 	const struct logit_bias *bias; /* not owned: kept by the request */
 	size_t n_bias;
 	uint32_t top_logprobs; /* how many alternatives to report, at most SAMPLE_LOGPROBS_MAX */
 };
 
-#define SAMPLE_WINDOW_MAX 8192
+#define SAMPLE_WINDOW_MAX   8192
 #define SAMPLE_LOGPROBS_MAX 20
 
 struct logprob {

@@ -27,24 +27,26 @@ struct message {
 
 struct template_options {
 	bool continuation; /* the conversation has earlier turns (in the session's tokens) before these messages */
-	bool thinking;	   /* open a think block for the answer (false: an empty, closed one, where the model has them) */
+	bool thinking; /* open a think block for the answer (false: an empty, closed one, where the model has them) */
 };
 
 /* Where the rendered prompt may be cut: the session returns to `answer_start` when the next user turn drops the thought. */
 struct template_prompt {
 	struct tokens tokens;
 	size_t answer_start; /* index of the first token after the assistant's header, before any think block */
-	bool thinking_open;  /* the prompt ends inside a think block */
+	bool thinking_open; /* the prompt ends inside a think block */
 };
 
-int template_new(const struct gguf *g, const struct tokenizer *t, struct template **ret, char **ret_error);
+int template_new(const struct gguf *g, const struct tokenizer *t, struct template **ret,
+		 char **ret_error);
 struct template *template_free(struct template *t);
 DEFINE_CLEANUP(struct template *, template_free)
 
 /* Renders messages plus the generation prompt. 0; -EINVAL with an error text fit for the client (no user message, a system
  * message that is not first, ...); -ENOMEM; -ECANCELED. ret is filled only on success; free with template_prompt_done(). */
 int template_render(const struct template *t, const struct message *messages, size_t n_messages,
-		    const struct template_options *options, const atomic_bool *abort, struct template_prompt *ret, char **ret_error);
+		    const struct template_options *options, const atomic_bool *abort,
+		    struct template_prompt *ret, char **ret_error);
 void template_prompt_done(struct template_prompt *p);
 
 /* The tokens that end an assistant's turn in the history ("<|im_end|>\n"): appended before the next turn. Owned by t. */

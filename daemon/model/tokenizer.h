@@ -25,8 +25,8 @@ DEFINE_CLEANUP(struct tokenizer *, tokenizer_free)
 
 /* Appends the ids of text[0..len) (any bytes, NUL and invalid UTF-8 included) to out. No BOS/EOS is added. -ENOMEM;
  * -ECANCELED when abort (may be NULL) becomes true; -E2BIG above 512 MiB. On error out keeps what it had before. */
-int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len, enum tokenizer_flags flags,
-		     const atomic_bool *abort, struct tokens *out);
+int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len,
+		     enum tokenizer_flags flags, const atomic_bool *abort, struct tokens *out);
 
 uint32_t tokenizer_n_vocab(const struct tokenizer *t);
 /* The id of exactly this token text, e.g. "<think>"; -1 when there is none. */

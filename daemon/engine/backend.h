@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * backend.h: where operations run. A table of functions over float activations in the backend's own memory; weights are named
+ * by their GGUF tensor. backend-cpu.c is the first, CUDA the second.
+ *
+ * Owned by the engine; engine thread only. All calls return 0 or -errno and are complete on return unless a backend says
+ * otherwise in sync(). Refuses to know layers, sessions and families. Shapes: activations are [n_tok][width] floats, row-major,
+ * without padding.
+ */
+#pragma once
+
+#include "daemon/base.h"
+#include "daemon/engine/kv.h"
+#include "daemon/model/gguf.h"
+
+struct backend;
+
+/* One sequence's rows in a batch: [row, row + n_tok), positions from pos. */
+struct backend_span {
+	size_t row, n_tok, pos;
+	const struct kv_table *kv; /* reserved up to pos + n_tok */
+	float *recurrent;          /* of the layer at hand */
+};
+
+struct backend_moe {
+	const struct gguf_tensor *gate, *up,
+		*down; /* [n_embd, n_ff, n_expert] x2, [n_ff, n_embd, n_expert] */
+	const struct gguf_tensor *gate_up; /* fused form instead of gate and up: first n_ff rows gate; else NULL */
+	size_t n_expert, n_used;
+};
+
+struct backend_attn {
+	const struct kv_arena *arena;
+	uint32_t kv_layer; /* index among the attention layers */
+	uint32_t n_head, n_head_kv, k_dim, v_dim;
+	float scale;
+};
+
+struct backend_delta {
+	uint32_t n_head_k, n_head_v, k_dim, v_dim, conv_kernel;
+	const struct gguf_tensor *conv; /* [kernel, channels] */
+	const struct gguf_tensor *a;    /* [n_head_v], -exp(A_log) */
+	const struct gguf_tensor *dt;   /* [n_head_v] */
+	float l2_eps;
+};
+
+struct backend_ops {
+	const char *name; /* "cpu" */
+	struct backend *(*free)(struct backend *b);
+	/* Scratch for one batch, 64-byte aligned, valid until scratch_reset(). NULL when the budget is used up. Operations take their
+	 * temporaries from the same budget and return -ENOMEM when it is used up. */
+	float *(*scratch)(struct backend *b, size_t n_floats);
+	void (*scratch_reset)(struct backend *b);
+	/* y[t] = row ids[t] of w. */
+	int (*embed)(struct backend *b, const struct gguf_tensor *w, const int32_t *ids,
+		     size_t n_tok, float *y);
+	/* y[t][r] = <w row r, x[t]> for the w->ne[1] rows. */
+	int (*matmul)(struct backend *b, const struct gguf_tensor *w, const float *x, size_t n_tok,
+		      float *y);
+	/* The same with y in the caller's memory: the logits. */
+	int (*matmul_out)(struct backend *b, const struct gguf_tensor *w, const float *x,
+			  size_t n_tok, float *y);
+	/* y[t][0..width) = x[t][0..width), rows of x being x_stride floats apart: takes projections apart, picks rows. */
+	int (*copy_rows)(struct backend *b, const float *x, size_t x_stride, size_t n_rows,
+			 size_t width, float *y);
+	/* y[t] = rms_norm(x[t]) * w, groups of `width` values: n_rows rows. y may be x. */
+	int (*rms_norm)(struct backend *b, const struct gguf_tensor *w, float eps, const float *x,
+			size_t n_rows, size_t width, float *y);
+	int (*add)(struct backend *b, float *x, const float *y, size_t n); /* x += y */
+	int (*silu_mul)(struct backend *b, const float *gate, const float *up, size_t n, float *y);
+	int (*sigmoid_mul)(struct backend *b, float *x, const float *gate, size_t n);
+	/* x[t] *= sigmoid(<w, in[t]>): the shared expert's gate, one scalar a token. */
+	int (*scalar_gate)(struct backend *b, const struct gguf_tensor *w, const float *in,
+			   size_t n_tok, size_t width, float *x, size_t x_width);
+	/* NeoX rope on the first n_rot of each of n_head heads of `dim` values; row stride in floats. */
+	int (*rope)(struct backend *b, float *x, size_t stride, const struct backend_span *spans,
+		    size_t n_spans, size_t n_head, size_t dim, size_t n_rot, float freq_base);
+	/* Writes K and V rows into the pages, then attends causally: out[t][head][v_dim]. q: [t][head][k_dim]. */
+	int (*attention)(struct backend *b, const struct backend_attn *p,
+			 const struct backend_span *spans, size_t n_spans, const float *q,
+			 const float *k, const float *v, float *out);
+	/* conv + silu + l2 norm + gated delta rule. qkv: [t][2*kd+vd], alpha, beta: [t][n_head_v] (raw projections). Recurrent state
+	 * of the layer: conv (kernel-1)*channels floats, then n_head_v*k_dim*v_dim. out: [t][n_head_v][v_dim], before its norm. */
+	int (*delta)(struct backend *b, const struct backend_delta *p,
+		     const struct backend_span *spans, size_t n_spans, const float *qkv,
+		     const float *alpha, const float *beta, float *out);
+	/* Router softmax over all experts, top n_used, renormalised; then each chosen expert once for all its tokens;
+	 * out[t] += weighted sum. router_logits: [t][n_expert]. */
+	int (*moe)(struct backend *b, const struct backend_moe *p, const float *x,
+		   const float *router_logits, size_t n_tok, float *out);
+};
+
+struct backend {
+	const struct backend_ops *ops;
+};
+
+/* Temporaries of the large operations, in floats a row, whatever the backend; a matrix product needs at most its input's width. */
+size_t backend_moe_temp_floats(size_t n_embd, size_t n_ff, size_t n_expert, size_t n_used);
+size_t backend_delta_temp_floats(size_t n_channels, size_t n_head_v);
+
+/* n_threads >= 1 counts the calling thread. scratch_bytes bounds the bump arena (virtual; touched as used). */
+int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, struct backend **ret);
+const char *backend_cpu_isa(const struct backend *b); /* "avx2", "ref" */

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * arch.h: the table of model families. One arch-*.c per family fills one struct arch; nothing else in the code asks which
+ * family a model belongs to.
+ *
+ * load() runs once on the engine thread, binds tensors and checks every shape against the metadata (a file is hostile:
+ * shapes that disagree are -EBADMSG, a tensor type without kernel is -EOPNOTSUPP, both name the tensor). forward() computes
+ * one batch by calling graph.h building blocks and the backend; it owns nothing.
+ */
+#pragma once
+
+#include "daemon/base.h"
+
+struct model;
+struct graph;
+
+struct arch {
+	const char *name; /* general.architecture */
+	/* Fills m->n_vocab, n_embd, n_layer, n_ctx_train, kv layout, recurrent and scratch sizes and m->arch_data. */
+	int (*load)(struct model *m, char **ret_error);
+	void (*unload)(struct model *m); /* frees m->arch_data; accepts a half-loaded one */
+	/* Rows of graph->batch through all layers; ends with graph_output(). 0, -ECANCELED, -errno. */
+	int (*forward)(struct graph *g);
+};
+
+const struct arch *arch_find(const char *name, size_t len); /* NULL: not supported */
+/* "qwen35moe, ..." for error texts; static. */
+const char *arch_list(void);
+
+/* Metadata "<architecture>.<key>", checked to be in [lo, hi]. -EBADMSG with an error text that names key and reason. *value keeps what
+ * it had when the key is absent and `optional` is set. */
+int arch_get_u32(const struct model *m, const char *key, bool optional, uint32_t lo, uint32_t hi,
+		 uint32_t *value, char **ret_error);
+int arch_get_f32(const struct model *m, const char *key, bool optional, float lo, float hi,
+		 float *value, char **ret_error);
+
+/* One tensor of a layer and the shape that the metadata implies (unused dimensions 0). A matrix may have any type with a
+ * kernel; a vector is used as it is by float kernels, so it must be F32. */
+struct arch_tensor {
+	const char *name; /* without "blk.N." */
+	const struct gguf_tensor **to;
+	bool vector, optional;
+	uint64_t ne[3];
+};
+
+/* Binds a list; layer < 0: names without "blk.N.". *to is NULL for an absent optional one. Errors as arch->load(). */
+int arch_bind(const struct model *m, int64_t layer, const struct arch_tensor *list, size_t n,
+	      char **ret_error);
+
+extern const struct arch arch_qwen35moe;
