@@ -22,11 +22,11 @@
 	} while (0)
 
 /* Skips the running test; the reason is printed on a line of its own, which tests/run shows above the totals. */
-#define skip_because(...)                     \
-	do {                                  \
+#define skip_because(...)                         \
+	do {                                      \
 		printf("# skip: %s: ", __func__); \
-		printf(__VA_ARGS__);          \
-		printf("\n");                 \
-		fflush(stdout);               \
-		skip();                       \
+		printf(__VA_ARGS__);              \
+		printf("\n");                     \
+		fflush(stdout);                   \
+		skip();                           \
 	} while (0)

@@ -31,8 +31,9 @@ struct cpu_kernels {
 	 * n: row length in elements (a multiple of the block); w_stride, act_stride in bytes; y_stride in floats.
 	 * Indexed by weight type; act is in cpu_act_type(type).
 	 */
-	void (*matmul[QUANT_TYPE_MAX])(size_t n, const void *w, size_t w_stride, size_t n_rows, const void *act,
-				       size_t act_stride, size_t n_cols, float *y, size_t y_stride);
+	void (*matmul[QUANT_TYPE_MAX])(size_t n, const void *w, size_t w_stride, size_t n_rows,
+				       const void *act, size_t act_stride, size_t n_cols, float *y,
+				       size_t y_stride);
 
 	/* y = x * rsqrt(mean(x^2) + eps) * w; w may be NULL (all ones); y may be x. */
 	void (*rms_norm)(const float *x, const float *w, float eps, float *y, size_t n);
@@ -54,8 +55,9 @@ struct cpu_kernels {
 	 * k_pages[p], v_pages[p] point at [page_tok][dim] of f32 or f16 (kv_f16); n_kv valid positions in all
 	 * (the last page may be partly used). scores: scratch of n_kv floats.
 	 */
-	void (*attention)(const float *q, const void *const *k_pages, const void *const *v_pages, size_t page_tok,
-			  size_t n_kv, size_t k_dim, size_t v_dim, bool kv_f16, float scale, float *scores, float *out);
+	void (*attention)(const float *q, const void *const *k_pages, const void *const *v_pages,
+			  size_t page_tok, size_t n_kv, size_t k_dim, size_t v_dim, bool kv_f16,
+			  float scale, float *scores, float *out);
 	/* f32 -> f16 (round to nearest even) and back. */
 	void (*f32_to_f16)(const float *x, uint16_t *y, size_t n);
 	void (*f16_to_f32)(const uint16_t *x, float *y, size_t n);
@@ -64,22 +66,23 @@ struct cpu_kernels {
 	 * state holds the last kernel-1 inputs, oldest first: state[k * n_ch + c], and is updated. w[c * kernel + k], newest
 	 * tap last. x and y: [n_tok][n_ch]. y must not be x.
 	 */
-	void (*conv_silu)(const float *x, const float *w, float *state, size_t n_tok, size_t n_ch, size_t kernel, size_t c0,
-			  size_t c1, float *y);
+	void (*conv_silu)(const float *x, const float *w, float *state, size_t n_tok, size_t n_ch,
+			  size_t kernel, size_t c0, size_t c1, float *y);
 	/*
 	 * Gated delta rule, one token, one value head (recurrent form). S is [k_dim][v_dim] row-major and is updated:
 	 * S *= exp(g); d = (v - S^T k) * beta; S += k (x) d; o = S^T q. q comes scaled by 1/sqrt(k_dim), q and k are
 	 * l2-normalised. Source: facts/models.md 5a (torch_recurrent_gated_delta_rule).
 	 */
-	void (*delta_step)(float *S, const float *q, const float *k, const float *v, float g, float beta, size_t k_dim,
-			   size_t v_dim, float *o);
+	void (*delta_step)(float *S, const float *q, const float *k, const float *v, float g,
+			   float beta, size_t k_dim, size_t v_dim, float *o);
 	/*
 	 * The same for n_tok <= CPU_DELTA_CHUNK tokens at once (chunked form: cumulative decay, unit lower triangular
 	 * solve, then one update of S). q, k, v, o: token t at [t * stride] (strides in floats); g, beta: [n_tok * gb_stride].
 	 * scratch: at least cpu_delta_scratch(k_dim, v_dim) floats. o must not alias v: it is cleared first.
 	 */
-	void (*delta_chunk)(float *S, const float *q, size_t q_stride, const float *k, size_t k_stride, const float *v,
-			    size_t v_stride, const float *g, const float *beta, size_t gb_stride, size_t n_tok, size_t k_dim,
+	void (*delta_chunk)(float *S, const float *q, size_t q_stride, const float *k,
+			    size_t k_stride, const float *v, size_t v_stride, const float *g,
+			    const float *beta, size_t gb_stride, size_t n_tok, size_t k_dim,
 			    size_t v_dim, float *o, size_t o_stride, float *scratch);
 };
 

@@ -38,7 +38,7 @@ bool quant_has_kernel(uint32_t type);
 /* Bytes of a row of n elements; 0 when the type is unknown, n is no multiple of the block, or the size overflows. */
 size_t quant_row_bytes(uint32_t type, size_t n);
 
-#define QK_0 32	 /* elements of a Q4_0, Q8_0, MXFP4 block */
+#define QK_0 32  /* elements of a Q4_0, Q8_0, MXFP4 block */
 #define QK_K 256 /* elements of a K-quant super-block */
 
 struct block_q4_0 {
