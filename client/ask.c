@@ -67,6 +67,10 @@ static void show_progress(const struct ask *a)
 	switch (a->phase) {
 	case ASK_WAITING: snprintf(line, sizeof(line), "%c waiting", spinner); break;
 	case ASK_QUEUED:
+		if (a->position == 0) {
+			snprintf(line, sizeof(line), "%c waiting", spinner);
+			break;
+		}
 		snprintf(line, sizeof(line), "%c waiting: %llu before this", spinner,
 			 (unsigned long long)a->position);
 		break;
@@ -203,11 +207,18 @@ int ask_run(struct ask *a, struct resident *r)
 	return n;
 }
 
-enum exit_code ask_report(const struct ask *a, const struct resident *r, int code)
+enum exit_code ask_report(struct ask *a, const struct resident *r, int code)
 {
 	const struct resident_error own = { .code = code, .message = resident_strerror(code) };
 	const struct resident_error *e = resident_last_error(r);
 
+	if (e->code != code) /* not always of the connection */
+		e = &own;
+	if (code < 0) {
+		a->code = code;
+		a->retry_after_ms = e->retry_after_ms;
+		a->message = strdup(e->message);
+	}
 	if (a->output_error == -EPIPE)
 		return EXIT_PIPE;
 	if (a->output_error < 0 && a->output_error != -EINTR) {
@@ -217,8 +228,8 @@ enum exit_code ask_report(const struct ask *a, const struct resident *r, int cod
 	}
 	if (a->interrupted)
 		return EXIT_INTERRUPTED;
-	if (code < 0) /* not always of the connection */
-		return report_error(a->err, "resident", e->code == code ? e : &own);
+	if (code < 0)
+		return report_error(a->err, "resident", e);
 	if (streq(a->stop_reason, "cancelled")) {
 		terminal_printf(a->err, "resident: another client cancelled the request\n");
 		return EXIT_ERROR;
@@ -237,4 +248,5 @@ void ask_done(struct ask *a)
 {
 	buf_done(&a->answer);
 	buf_done(&a->thought);
+	free(a->message);
 }

@@ -27,6 +27,9 @@ struct ask {
 	uint64_t context_used;
 	bool interrupted; /* by SIGINT */
 	int output_error; /* of writing to out: -EPIPE... */
+	int code;         /* 0, or why the request failed; then also: */
+	uint32_t retry_after_ms;
+	char *message; /* NULL: memory was short */
 
 	/* private */
 	enum ask_phase phase;
@@ -44,6 +47,7 @@ int ask_event(struct resident *r, const struct resident_event *event, void *user
  * code of its failure; -EINTR: interrupted twice, -EPIPE and others: out failed (output_error);
  * then the request still runs, and the connection is to be closed. */
 int ask_run(struct ask *a, struct resident *r);
-/* Says on err how it ended, unless well; code is ask_run()'s. */
-enum exit_code ask_report(const struct ask *a, const struct resident *r, int code);
+/* Says on err how it ended, unless well, and keeps why in a, as the connection may be closed next;
+ * code is ask_run()'s. */
+enum exit_code ask_report(struct ask *a, const struct resident *r, int code);
 void ask_done(struct ask *a);

@@ -61,7 +61,7 @@ static struct ask prepare(struct chat *c)
 
 /* Says how the request ended. A connection that failed, or on which a request may still run, is
  * given up. */
-static enum exit_code conclude(struct chat *c, int code, const struct ask *a)
+static enum exit_code conclude(struct chat *c, int code, struct ask *a)
 {
 	enum exit_code e = ask_report(a, c->r, code);
 	bool not_sent = code == -EILSEQ || code == -EINVAL || code == -E2BIG || code == -EBUSY;

@@ -315,12 +315,11 @@ static const char *model_name(struct chat *c)
  * why there is no more. */
 static enum exit_code print_json(struct job *j, const struct ask *a, enum exit_code e)
 {
-	const struct resident_error *error = j->chat.r ? resident_last_error(j->chat.r) : NULL;
-	json_auto_t *failure = e == EXIT_OK || !error || error->code == 0
-				       ? json_null()
-				       : json_pack("{s:i, s:s, s:i}", "code", -error->code,
-						   "message", error->message, "retry_after_ms",
-						   (int)error->retry_after_ms);
+	const char *message = a->message ? a->message : resident_strerror(a->code);
+	json_auto_t *failure = a->code == 0 ? json_null()
+					    : json_pack("{s:i, s:s, s:I}", "code", -a->code,
+							"message", message, "retry_after_ms",
+							(json_int_t)a->retry_after_ms);
 	json_auto_t *o = json_pack("{s:s, s:s, s:[], s:s?, s:o*, s:o*, s:O}", "text",
 				   a->answer.data ? a->answer.data : "", "thought",
 				   a->thought.data ? a->thought.data : "", "tool_calls",

@@ -179,7 +179,7 @@ struct resident_logit_bias {
 struct resident_options {
 	size_t size;
 	uint64_t set;
-	int64_t max_tokens;          /* of the visible answer */
+	int64_t max_tokens; /* of the visible answer; in a chat up to 64 more let it end its sentence */
 	int64_t max_thinking_tokens; /* of the thought */
 	double temperature;
 	int64_t top_k;

@@ -25,6 +25,7 @@ static void call_free(struct conn_call *call)
 		return;
 	varlink_call_done(&call->call);
 	json_decref(call->reply);
+	free(call->data);
 	free(call);
 }
 
@@ -99,6 +100,14 @@ void conn_reply(struct conn *c, json_t *params, bool continues)
 	appended(c, r, continues);
 }
 
+void conn_reply_bytes(struct conn *c, struct buf *reply)
+{
+	int r = wants_reply(c) ? buf_append(&c->out, reply->data, reply->len) : 0;
+
+	buf_done(reply);
+	appended(c, r, false);
+}
+
 static void put_error(struct conn *c, const char *error, json_t *params)
 {
 	int r = 0;
@@ -146,6 +155,17 @@ static void refuse_and_close(struct conn *c, enum error_code code, const char *t
 	(void)shutdown(c->fd, SHUT_RD);
 }
 
+/* false: refused. */
+static bool parse_call(struct conn *c, struct conn_call *call)
+{
+	_cleanup_(freep) char *error = NULL;
+	int r = varlink_call_parse(call->data, call->len, &call->call, &error);
+
+	if (r < 0)
+		refuse_and_close(c, r == -ENOMEM ? ERROR_NO_MEMORY : ERROR_INVALID_REQUEST, error);
+	return r >= 0;
+}
+
 static void run_waiting(struct conn *c)
 {
 	while (!c->current && c->waiting && !c->closing && c->out.len < OUT_LOW) {
@@ -155,34 +175,45 @@ static void run_waiting(struct conn *c)
 		if (!c->waiting)
 			c->waiting_tail = &c->waiting;
 		c->n_waiting--;
+		c->waiting_len -= call->len;
 		if (call->reply)
 			conn_reply(c, TAKE_PTR(call->reply), false);
-		else
+		else if (parse_call(c, call))
 			methods_dispatch(c);
 	}
 }
 
+/* A Cancel does not wait for what it cancels; anything else in a small message does. */
+static void answer_ahead(struct conn *c, struct conn_call *waiting)
+{
+	struct varlink_call call;
+
+	if (waiting->len > 1024 || varlink_call_parse(waiting->data, waiting->len, &call, NULL) < 0)
+		return;
+	waiting->reply = methods_ahead(c, &call);
+	waiting->call.oneway = call.oneway;
+	varlink_call_done(&call);
+}
+
 static void take_call(struct conn *c, const char *data, size_t len)
 {
-	_cleanup_(freep) char *error = NULL;
 	struct conn_call *call = calloc(1, sizeof(*call));
-	int r;
 
-	if (!call) {
+	if (call)
+		call->data = malloc(len + 1);
+	if (!call || !call->data) {
+		free(call);
 		refuse_and_close(c, ERROR_NO_MEMORY, NULL);
 		return;
 	}
-	r = varlink_call_parse(data, len, &call->call, &error);
-	if (r < 0) {
-		free(call);
-		refuse_and_close(c, r == -ENOMEM ? ERROR_NO_MEMORY : ERROR_INVALID_REQUEST, error);
-		return;
-	}
+	memcpy(call->data, data, len);
+	call->len = len;
 	if (c->current || c->waiting)
-		call->reply = methods_ahead(c, &call->call);
+		answer_ahead(c, call);
 	*c->waiting_tail = call;
 	c->waiting_tail = &call->next;
 	c->n_waiting++;
+	c->waiting_len += len;
 }
 
 static void take_frames(struct conn *c)
@@ -208,16 +239,24 @@ static void take_frames(struct conn *c)
 	}
 }
 
-/* Half-sent messages of one user may hold four messages' worth of memory, however many connections he has. */
+/*
+ * What this user's connections make the service hold: half-sent messages, calls that wait or run, answers not read. It may be four messages'
+ * worth, however many connections he has.
+ */
+static size_t held_len(const struct conn *c)
+{
+	return c->in.len + c->waiting_len + c->out.len + (c->current ? c->current->len : 0);
+}
+
 static bool over_share(const struct conn *c)
 {
 	size_t sum = 0;
 
-	if (c->in.len <= READ_CHUNK)
+	if (held_len(c) <= READ_CHUNK)
 		return false;
 	for (const struct conn *other = c->daemon->conns; other; other = other->next)
 		if (other->uid == c->uid)
-			sum += other->in.len;
+			sum += held_len(other);
 	return sum > 4 * c->daemon->config.message_bytes_max + READ_CHUNK;
 }
 
@@ -247,8 +286,7 @@ static bool read_some(struct conn *c)
 		total += (size_t)n;
 		take_frames(c);
 		if (!c->closing && over_share(c))
-			refuse_and_close(c, ERROR_QUEUE_FULL,
-					 "too many unfinished messages of this user");
+			refuse_and_close(c, ERROR_QUEUE_FULL, "this user has too much unsent or unread");
 	}
 	return true;
 }

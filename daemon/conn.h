@@ -10,8 +10,11 @@
 #include "daemon/daemon.h"
 #include "daemon/varlink.h"
 
+/* A call stays bytes until its turn: parsed, it may be fifty times as large. */
 struct conn_call {
 	struct conn_call *next;
+	char *data;
+	size_t len;
 	struct varlink_call call;
 	json_t *reply; /* answered ahead of its turn (Cancel) */
 };
@@ -27,7 +30,7 @@ struct conn {
 	size_t scanned;            /* of in, see varlink_frame() */
 	struct conn_call *current; /* being answered */
 	struct conn_call *waiting, **waiting_tail;
-	size_t n_waiting;
+	size_t n_waiting, waiting_len;
 	struct request *request;    /* of the current call */
 	struct engine_clone *clone; /* of the current call */
 	bool half_closed;           /* the peer will send no more */
@@ -39,6 +42,8 @@ void conn_free(struct conn *c); /* cancels what runs on it */
 
 /* Answers the current call; params is stolen and may be NULL (out of memory: an error is sent instead). continues: more frames follow. */
 void conn_reply(struct conn *c, json_t *params, bool continues);
+/* The same with a reply that a worker has put into bytes already (emptied). */
+void conn_reply_bytes(struct conn *c, struct buf *reply);
 void conn_error(struct conn *c, enum error_code code, const char *text, uint32_t retry_after_ms);
 /* org.varlink.service.InvalidParameter with our message beside the field's name. */
 void conn_invalid(struct conn *c, const char *parameter, const char *why);

@@ -55,6 +55,8 @@ struct daemon {
 
 	int listen_fd;
 	char *socket_path; /* NULL: handed over by systemd; else ours to remove */
+	dev_t socket_dev;
+	ino_t socket_ino;
 	sd_event_source *listen_source, *accept_pause;
 
 	struct mailbox mail; /* from engine and workers */
@@ -68,8 +70,9 @@ struct daemon {
 	struct model_id {    /* which file that is */
 		uint64_t dev, ino, size, mtime_ns;
 	} model_id, loading_id;
-	struct engine_load *loading; /* with the engine */
-	bool reload_again;           /* SIGHUP came meanwhile */
+	struct engine_config engine_config; /* what the engine has */
+	struct engine_load *loading;        /* with the engine */
+	bool reload_again;                  /* SIGHUP came meanwhile */
 	struct engine_stats stats;
 	bool ready_sent;
 

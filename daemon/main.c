@@ -118,6 +118,7 @@ static int make_socket(struct daemon *d, const char *path)
 {
 	struct sockaddr_un addr = { .sun_family = AF_UNIX };
 	_cleanup_(closep) int fd = -1;
+	struct stat st;
 	int r;
 
 	if (strlen(path) >= sizeof(addr.sun_path)) {
@@ -142,13 +143,26 @@ static int make_socket(struct daemon *d, const char *path)
 	}
 	d->socket_path = strdup(path);
 	/* Everybody may connect; policy decides who may ask. */
-	if (!d->socket_path || chmod(path, 0666) < 0 || listen(fd, SOMAXCONN) < 0) {
+	if (!d->socket_path || chmod(path, 0666) < 0 || listen(fd, SOMAXCONN) < 0 ||
+	    lstat(path, &st) < 0) {
 		r = d->socket_path ? -errno : -ENOMEM;
 		log_error("cannot listen on %s: %s", path, strerror(-r));
 		return r;
 	}
+	d->socket_dev = st.st_dev;
+	d->socket_ino = st.st_ino;
 	d->listen_fd = TAKE_FD(fd);
 	return 0;
+}
+
+/* Only our own: another residentd may have taken the place of a socket that somebody removed. */
+static void remove_socket(const struct daemon *d)
+{
+	struct stat st;
+
+	if (d->socket_path && lstat(d->socket_path, &st) == 0 && st.st_dev == d->socket_dev &&
+	    st.st_ino == d->socket_ino)
+		(void)unlink(d->socket_path);
 }
 
 static int take_socket(struct daemon *d)
@@ -249,8 +263,7 @@ int main(int argc, char **argv)
 	json_object_seed(0);
 	log_open("residentd", LOG_INFO);
 	r = run(&d);
-	if (d.socket_path)
-		(void)unlink(d.socket_path);
+	remove_socket(&d);
 	sd_event_source_disable_unref(d.listen_source);
 	sd_event_source_disable_unref(d.accept_pause);
 	service_done(&d);

@@ -133,7 +133,7 @@ static bool available(struct conn *c)
 	return false;
 }
 
-static json_t *session_json(const struct daemon *d, const struct session *s)
+json_t *session_json(const struct daemon *d, const struct session *s)
 {
 	return json_pack("{ss sI sI}", "session", s->id, "context_used",
 			 (json_int_t)s->context_used, "context_max", (json_int_t)d->stats.context);
@@ -251,7 +251,7 @@ static void tokenize(struct conn *c, struct args *a)
 /* Cancels by name, or what runs or waits on this connection before the call. */
 static bool cancel_request(struct conn *c, const char *id)
 {
-	struct request *r = c->request;
+	struct request *r = c->request && c->request->kind != REQUEST_TOKENIZE ? c->request : NULL;
 	uint64_t n;
 
 	if (id)

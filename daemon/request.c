@@ -12,7 +12,7 @@
 
 #define CONTENT_MAX  (64U << 20) /* the message cap is what bounds it */
 #define TOKENIZE_MAX 262144      /* bytes: the reply is some 30 times as large while it is made */
-#define MESSAGES_MAX 10000
+#define MESSAGES_MAX 2000
 #define BIAS_MAX     1024
 
 static void request_free(struct request *r)
@@ -26,7 +26,7 @@ static void request_free(struct request *r)
 	free(r->prepare_error);
 	free(r->engine.error_text);
 	tokens_done(&r->engine.prompt);
-	tokens_done(&r->tokenized);
+	buf_done(&r->tokenized);
 	buf_done(&r->text_all[0]);
 	buf_done(&r->text_all[1]);
 	r->engine.model = model_unref(r->engine.model);
@@ -245,6 +245,42 @@ static int parse(struct request *r, json_t *params, const char **ret_session, ch
 	return e;
 }
 
+/* A token's text; one that is part of a character is shown as U+FFFD. */
+static json_t *piece_json(const struct model *m, int32_t token)
+{
+	struct utf8_stream stream = {};
+	struct buf text = {};
+	json_t *s = NULL;
+	size_t len;
+	const char *piece = tokenizer_piece(m->tokenizer, token, true, &len);
+
+	if (utf8_push(&stream, piece, len, &text) == 0 && utf8_flush(&stream, &text) == 0)
+		s = json_stringn(text.data ? text.data : "", text.len);
+	buf_done(&text);
+	return s;
+}
+
+/* The whole reply is made here: its many small pieces would hold up the loop. */
+static int tokenize(struct request *r, enum tokenizer_flags flags)
+{
+	struct model *m = r->engine.model;
+	json_t *ids = json_array(), *pieces = json_array(), *reply;
+	struct tokens tokens = {};
+	int e;
+
+	e = tokenizer_encode(m->tokenizer, r->text, r->text_len, flags, &r->engine.cancel, &tokens);
+	for (size_t i = 0; i < tokens.n && e == 0; i++)
+		if (json_array_append_new(ids, json_integer(tokens.ids[i])) < 0 ||
+		    json_array_append_new(pieces, piece_json(m, tokens.ids[i])) < 0)
+			e = -ENOMEM;
+	tokens_done(&tokens);
+	reply = json_pack("{so so}", "tokens", ids, "pieces", pieces);
+	if (e == 0)
+		e = reply ? varlink_put_reply(&r->tokenized, reply, false) : -ENOMEM;
+	json_decref(reply);
+	return e;
+}
+
 /* On a worker. */
 static void prepare(struct job *job)
 {
@@ -269,10 +305,7 @@ static void prepare(struct job *job)
 		r->prepare_err = tokenizer_encode(m->tokenizer, r->text, r->text_len, flags,
 						  &r->engine.cancel, &r->engine.prompt);
 		return;
-	case REQUEST_TOKENIZE:
-		r->prepare_err = tokenizer_encode(m->tokenizer, r->text, r->text_len, flags,
-						  &r->engine.cancel, &r->tokenized);
-		return;
+	case REQUEST_TOKENIZE: r->prepare_err = tokenize(r, flags); return;
 	}
 }
 
@@ -362,6 +395,7 @@ static bool admit(struct conn *c, enum request_kind kind)
 	struct daemon *d = c->daemon;
 	const char *text;
 	enum error_code code = service_check(d, &text);
+	size_t own = 0;
 
 	if (code != ERROR_NONE) {
 		conn_error(c, code, text, 0);
@@ -371,8 +405,11 @@ static bool admit(struct conn *c, enum request_kind kind)
 		conn_error(c, ERROR_NOT_SUPPORTED, d->model->template_error, 0);
 		return false;
 	}
-	if (d->n_requests >= d->config.queue_max) {
-		/* A slot is free after one request: an estimate from the last minute, at least a second. */
+	/* One user leaves a quarter of the queue to the others. */
+	for (const struct request *r = d->requests; r; r = r->next)
+		own += r->uid == c->uid;
+	if (d->n_requests >= d->config.queue_max ||
+	    own >= d->config.queue_max - d->config.queue_max / 4) {
 		conn_error(c, ERROR_QUEUE_FULL, NULL, 0);
 		return false;
 	}
@@ -441,27 +478,6 @@ static void fail_request(struct request *r, enum error_code code, const char *te
 	finish(r);
 }
 
-static json_t *tokenize_reply(const struct request *r)
-{
-	json_t *ids = json_array(), *pieces = json_array();
-
-	for (size_t i = 0; i < r->tokenized.n; i++) {
-		struct utf8_stream stream = {};
-		struct buf text = {};
-		size_t len;
-		const char *piece =
-			tokenizer_piece(r->engine.model->tokenizer, r->tokenized.ids[i], true, &len);
-
-		/* A piece may be part of a character: shown as U+FFFD. */
-		if (utf8_push(&stream, piece, len, &text) == 0)
-			(void)utf8_flush(&stream, &text);
-		(void)json_array_append_new(ids, json_integer(r->tokenized.ids[i]));
-		(void)json_array_append_new(pieces, json_stringn(text.data ? text.data : "", text.len));
-		buf_done(&text);
-	}
-	return json_pack("{so so}", "tokens", ids, "pieces", pieces);
-}
-
 void request_prepared(struct request *r)
 {
 	struct daemon *d = r->daemon;
@@ -481,7 +497,7 @@ void request_prepared(struct request *r)
 		fail_request(r, error_from_errno(r->prepare_err), NULL);
 	} else if (r->kind == REQUEST_TOKENIZE) {
 		if (r->conn)
-			conn_reply(r->conn, tokenize_reply(r), false);
+			conn_reply_bytes(r->conn, &r->tokenized);
 		finish(r);
 	} else {
 		r->engine.mail.kind = ENGINE_REQUEST;
@@ -491,19 +507,9 @@ void request_prepared(struct request *r)
 
 static json_t *logprob_json(const struct model *m, const struct logprob *p)
 {
-	struct utf8_stream stream = {};
-	struct buf text = {};
-	size_t len;
-	const char *piece = tokenizer_piece(m->tokenizer, p->token, true, &len);
-	json_t *obj;
-
-	if (utf8_push(&stream, piece, len, &text) == 0)
-		(void)utf8_flush(&stream, &text);
 	/* JSON has no infinity: what is impossible gets the least finite float. */
-	obj = json_pack("{si ss sf}", "token", p->token, "text", text.data ? text.data : "",
-			"logprob", isfinite(p->logprob) ? (double)p->logprob : -3.4e38);
-	buf_done(&text);
-	return obj;
+	return json_pack("{si so sf}", "token", p->token, "text", piece_json(m, p->token),
+			 "logprob", isfinite(p->logprob) ? (double)p->logprob : -3.4e38);
 }
 
 static json_t *logprobs_json(const struct request *r, const struct engine_event *e)

@@ -36,7 +36,7 @@ struct request {
 
 	int prepare_err;
 	char *prepare_error;
-	struct tokens tokenized;
+	struct buf tokenized; /* the reply, as bytes */
 
 	size_t position; /* last one told */
 	bool first_sent;

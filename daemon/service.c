@@ -5,6 +5,7 @@
  * Refuses to know the socket and the methods. Invariant: while state is AVAILABLE, model is the one that the engine has.
  */
 #include "daemon/conn.h"
+#include "daemon/methods.h"
 #include "daemon/request.h"
 #include "daemon/session.h"
 
@@ -191,7 +192,9 @@ static void start_load(struct daemon *d)
 	load = calloc(1, sizeof(*load));
 	if (!path || !load) {
 		free(load);
-		set_unavailable(d, ERROR_NO_MEMORY, "no memory to load the model");
+		log_error("no memory to load a model%s", d->model ? "; the previous one stays" : "");
+		if (!d->model)
+			set_unavailable(d, ERROR_NO_MEMORY, "no memory to load the model");
 		notify_ready(d);
 		return;
 	}
@@ -209,6 +212,7 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 	d->loading = NULL;
 	d->stats = load->stats;
 	if (load->err == 0) {
+		d->engine_config = load->config;
 		session_close_all(d);
 		model_unref(d->model);
 		d->model = TAKE_PTR(load->model);
@@ -286,11 +290,7 @@ static void on_cloned(struct daemon *d, struct engine_clone *clone)
 		if (clone->err < 0 || !to)
 			conn_error(c, error_from_errno(clone->err), NULL, 0);
 		else
-			conn_reply(c,
-				   json_pack("{ss sI sI}", "session", to->id, "context_used",
-					     (json_int_t)to->context_used, "context_max",
-					     (json_int_t)d->stats.context),
-				   false);
+			conn_reply(c, session_json(d, to), false);
 	}
 	if (to && (clone->err < 0 || !c))
 		to->doomed = true;
@@ -386,7 +386,7 @@ int service_read_config(struct daemon *d)
 
 void service_reload(struct daemon *d)
 {
-	struct engine_config before, after;
+	struct engine_config wanted;
 	_cleanup_(freep) char *path = NULL;
 	struct model_id id;
 	int r;
@@ -398,15 +398,16 @@ void service_reload(struct daemon *d)
 		return;
 	}
 	(void)sd_notifyf(0, "RELOADING=1\nMONOTONIC_USEC=%" PRIu64, now_us());
-	engine_config(d, &before);
 	r = service_read_config(d);
 	if (r < 0)
 		log_error("cannot read the configuration: %s, keeping the one in force", strerror(-r));
-	engine_config(d, &after);
+	engine_config(d, &wanted);
 	path = model_path(d);
 	id = path ? identify(path) : d->model_id;
 	log_info("configuration reloaded");
-	if (d->model && memcmp(&id, &d->model_id, sizeof(id)) == 0 && same_engine(&before, &after)) {
+	/* Against what the engine has, not what was asked before: a load that failed is tried again. */
+	if (d->model && memcmp(&id, &d->model_id, sizeof(id)) == 0 &&
+	    same_engine(&wanted, &d->engine_config)) {
 		notify_ready(d);
 		return;
 	}
@@ -432,6 +433,7 @@ static int on_drained(sd_event_source *source, uint64_t usec, void *arg)
 		atomic_store(&r->engine.gone, true);
 	d->engine_quit = true;
 	engine_quit(d->engine);
+	service_check_stop(d);
 	return 0;
 }
 
@@ -442,6 +444,7 @@ void service_stop(struct daemon *d)
 		return;
 	}
 	(void)sd_notify(0, "STOPPING=1");
+	engine_refuse_loads(d->engine);
 	set_state(d, SERVICE_STOPPING);
 	log_info("stopping: %zu requests to finish", d->n_requests);
 	d->listen_source = sd_event_source_disable_unref(d->listen_source);
@@ -457,8 +460,8 @@ void service_check_stop(struct daemon *d)
 {
 	if (d->state != SERVICE_STOPPING || d->n_requests > 0 || d->loading)
 		return;
-	/* Last answers leave first; a reader who does not come for them meets the deadline. */
-	for (const struct conn *c = d->conns; c; c = c->next)
+	/* Last answers leave first; a reader who does not come for them meets the deadline, or a second signal. */
+	for (const struct conn *c = d->conns; c && !d->engine_quit; c = c->next)
 		if (c->out.len > 0)
 			return;
 	(void)sd_event_exit(d->event, 0);

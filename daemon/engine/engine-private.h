@@ -15,6 +15,7 @@ struct engine_session {
 	struct mail mail; /* as ENGINE_FREE */
 	struct engine_session *prev, *next;
 	bool linked;
+	bool running;         /* a request is at work on it: its state stays */
 	bool open_turn;       /* the last answer's end-of-turn tokens are not in tokens yet */
 	struct tokens tokens; /* the conversation, without dropped thoughts */
 	struct state *state;  /* NULL: forgotten or never evaluated */
@@ -26,7 +27,7 @@ struct engine {
 	struct mailbox inbox, *out;
 	pthread_t thread;
 	struct mail wake, quit_mail;
-	atomic_bool wake_posted;
+	atomic_bool wake_posted, no_loads;
 	bool quit_posted, joined; /* loop thread */
 	bool quit;
 	struct engine_load *load; /* waits for the last request */

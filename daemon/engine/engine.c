@@ -92,7 +92,7 @@ bool engine_make_room(struct engine *e, const struct engine_session *keep)
 	struct engine_session *oldest = NULL;
 
 	for (struct engine_session *s = e->sessions; s; s = s->next)
-		if (s != keep && s->state && s->state->n_tok > 0 &&
+		if (s != keep && !s->running && s->state && s->state->n_tok > 0 &&
 		    (!oldest || s->last_used < oldest->last_used))
 			oldest = s;
 	if (!oldest)
@@ -106,7 +106,7 @@ int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new
 	uint64_t page = kv_arena_page_bytes(e->arena);
 	uint64_t recurrent = e->model->recurrent_floats * sizeof(float);
 	/* One page more than the tokens fill: the first write may have to copy a shared one. */
-	uint64_t need = (n_new_tok / KV_PAGE_TOK + 2) * page;
+	uint64_t need = e->model->kv.n_layer > 0 ? (n_new_tok / KV_PAGE_TOK + 2) * page : 0;
 
 	need += (s->state->recurrent ? 0 : recurrent) + (s->state->checkpoint ? 0 : recurrent);
 	while (bytes_used(e) + need > e->kv_bytes_max)
@@ -145,13 +145,15 @@ static int size_memory(const struct model *m, const struct engine_config *c, boo
 {
 	uint64_t tok =
 		(uint64_t)m->kv.n_layer * m->kv.n_head * (m->kv.k_dim + m->kv.v_dim) * (f16 ? 2 : 4);
+	/* As the arena rounds it. */
+	uint64_t page = ALIGN_UP(MAX(KV_PAGE_TOK * tok, UINT64_C(1)), (uint64_t)sysconf(_SC_PAGESIZE));
 	uint64_t states = 2 * (uint64_t)m->recurrent_floats * sizeof(float); /* the state and its checkpoint */
-	uint64_t pages = (uint64_t)context / KV_PAGE_TOK + 4;
-	uint64_t least = pages * KV_PAGE_TOK * tok + states;
+	uint64_t full = (m->kv.n_layer > 0 ? (uint64_t)context / KV_PAGE_TOK + 4 : 1) * page;
+	uint64_t least = full + states;
 	uint64_t bytes = c->kv_bytes_max;
 
 	if (bytes == 0)
-		bytes = MAX(MIN(4 * pages * KV_PAGE_TOK * tok + 8 * states, mem_available() / 4), least);
+		bytes = MAX(MIN(4 * full + 8 * states, mem_available() / 4), least);
 	if (bytes < least)
 		return fail(ret_error, -E2BIG,
 			    "KvBytesMax=%" PRIu64
@@ -213,7 +215,8 @@ static void load_model(struct engine *e, struct engine_load *load)
 {
 	struct loaded l = {};
 
-	load->err = load_all(load, &l, &load->error);
+	load->err = e->quit || atomic_load(&e->no_loads) ? -ECANCELED
+							 : load_all(load, &l, &load->error);
 	if (load->err == 0) {
 		struct loaded old = { e->model, e->backend, e->arena, e->logits, 0, 0 };
 
@@ -371,6 +374,11 @@ void engine_wake(struct engine *e)
 {
 	if (!atomic_exchange(&e->wake_posted, true))
 		mailbox_post(&e->inbox, &e->wake);
+}
+
+void engine_refuse_loads(struct engine *e)
+{
+	atomic_store(&e->no_loads, true);
 }
 
 void engine_quit(struct engine *e)

@@ -115,6 +115,8 @@ void engine_event_free(struct engine_event *e);
 int engine_new(struct mailbox *to_loop, struct engine **ret);
 void engine_post(struct engine *e, struct mail *m);
 void engine_wake(struct engine *e);
+/* A model that has not begun to load comes back with -ECANCELED from here on. */
+void engine_refuse_loads(struct engine *e);
 /* Asks the thread to end: running and waiting requests come back with ERROR_STOPPING. engine_join() waits for it (its last mail may be
  * taken then), engine_free() joins too and frees what sessions are left. */
 void engine_quit(struct engine *e);

@@ -138,6 +138,7 @@ static int run_begin(struct engine *e, struct engine_request *req)
 			return refuse(req, ERROR_NO_MEMORY, -ENOMEM);
 		run->own_session = true;
 	}
+	run->ses->running = true;
 	r = engine_session_begin(e, run->ses);
 	if (r < 0)
 		return refuse(req, ERROR_NO_MEMORY, r);
@@ -308,27 +309,35 @@ static void update_valid(struct run *run)
 	s->n_valid = i;
 }
 
+/* Only of a run that had begun (it has a reply): before that, seq and state need not belong together. */
+static void leave_session(struct engine *e, struct run *run)
+{
+	struct engine_request *req = run->req;
+	bool answered = run->seq.n > run->n_prompt;
+
+	if (answered)
+		flush_reply(e, run);
+	req->usage.answer_tok = reply_n_answer(run->reply);
+	req->usage.thought_tok = reply_n_thought(run->reply);
+	if (answered && !run->own_session && commit_tokens(e, run) < 0)
+		(void)refuse(req, ERROR_NO_MEMORY, -ENOMEM);
+	update_valid(run);
+}
+
 static void run_end(struct engine *e, struct engine_request *req)
 {
 	struct run *run = e->run;
 	uint64_t end_us = now_us();
 
 	if (run) {
-		if (run->reply && run->seq.n > run->n_prompt)
-			flush_reply(e, run);
+		if (run->ses)
+			run->ses->running = false;
 		req->usage.prompt_tok = run->n_prompt;
 		req->usage.cached_tok = run->n_cached;
 		req->usage.prefill_us = (run->has_logits ? run->prompt_done_us : end_us) - run->start_us;
 		req->usage.decode_us = run->has_logits ? end_us - run->prompt_done_us : 0;
-		if (run->reply) {
-			req->usage.answer_tok = reply_n_answer(run->reply);
-			req->usage.thought_tok = reply_n_thought(run->reply);
-		}
-		if (run->ses) {
-			if (!run->own_session && run->seq.n > run->n_prompt && commit_tokens(e, run) < 0)
-				(void)refuse(req, ERROR_NO_MEMORY, -ENOMEM);
-			update_valid(run);
-		}
+		if (run->reply)
+			leave_session(e, run);
 		req->context_used = run->seq.n;
 		e->run = run_free(e, run);
 	}

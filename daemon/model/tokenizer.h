@@ -51,5 +51,5 @@ struct utf8_stream {
  * soon as it cannot become valid. utf8_flush() turns what is held into U+FFFD. -ENOMEM. */
 int utf8_push(struct utf8_stream *s, const char *bytes, size_t len, struct buf *out);
 int utf8_flush(struct utf8_stream *s, struct buf *out);
-/* true when bytes are valid UTF-8 (no surrogates, no overlong forms, at most U+10FFFF). */
+/* true when bytes are valid UTF-8 without a NUL (no surrogates, no overlong forms, at most U+10FFFF). */
 bool utf8_valid(const char *bytes, size_t len);

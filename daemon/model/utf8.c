@@ -20,8 +20,9 @@ static enum state judge(const unsigned char *s, size_t n)
 	unsigned char low = 0x80, high = 0xbf;
 	size_t want;
 
+	/* A NUL is valid UTF-8, but JSON on our wire has none: it cannot be sent, nor come back as history. */
 	if (s[0] < 0x80)
-		return SEQUENCE_WHOLE;
+		return s[0] ? SEQUENCE_WHOLE : SEQUENCE_INVALID;
 
 	if (s[0] < 0xc2 || s[0] > 0xf4)
 		return SEQUENCE_INVALID;

@@ -239,6 +239,47 @@ def terminate_during_prefill():
 
 
 @case
+def second_terminate_does_not_wait_for_a_reader():
+    with Daemon() as daemon:
+        with daemon.client() as c:
+            c.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            c.send("Tokenize", {"text": "a b " * 60000})
+            daemon.check_alive()
+            daemon.process.send_signal(signal.SIGTERM)
+            eventually("it is stopping", lambda: "stopping" in daemon.log())
+            daemon.process.send_signal(signal.SIGTERM)
+            assert daemon.process.wait(10) == 0
+
+
+@case
+def terminate_gives_up_a_reload():
+    """A model that waits to be loaded when the end comes is not loaded any more."""
+    with tempfile.TemporaryDirectory() as d:
+        path = os.path.join(d, "m.gguf")
+        shutil.copy(MODEL, path)
+        with Daemon(model=path) as daemon:
+            with daemon.client() as c:
+                c.send("Chat", {"messages": user("Tell me a story."), "options": slow()}, more=True)
+                assert c.reply()[0]["request"]
+                shutil.copy(MODEL, path + ".new")
+                os.replace(path + ".new", path)
+                daemon.process.send_signal(signal.SIGHUP)
+                eventually("it is loading", lambda: daemon.call("GetAvailability")["state"] == "loading")
+                daemon.stop()
+            assert daemon.log().count("residentd: model ") == 1, daemon.log()
+
+
+@case
+def failed_reload_is_tried_again():
+    with Daemon(conf={"Engine": {"BatchTokens": 64}}) as daemon:
+        daemon.write_conf({"Engine": {"KvBytesMax": "4K"}})
+        for n in (1, 2):
+            daemon.process.send_signal(signal.SIGHUP)
+            eventually("the failure is told", lambda: daemon.log().count("cannot load the model") == n)
+            daemon.check_alive()
+
+
+@case
 def interrupt_ends_too():
     with Daemon() as daemon:
         daemon.process.send_signal(signal.SIGINT)

@@ -2,7 +2,7 @@
 /* test-engine.c: the engine thread through its mailbox, on the bundled model: answers, sessions, memory, cancel, stop. */
 #include "tests/test.h"
 
-#include "daemon/engine/engine.h"
+#include "daemon/engine/engine-private.h"
 
 #define MODEL "tests/models/tiny-qwen35moe-stories-q8_0.gguf"
 
@@ -278,6 +278,84 @@ static void test_memory_is_bounded(void **state)
 	stop(&f);
 }
 
+/* Clones of clones want memory while a request runs: its own state is not what they get. */
+static void test_clone_spares_what_runs(void **state)
+{
+	struct fixture f;
+	struct engine_session *s[6];
+	struct engine_clone clone[4] = {};
+	struct engine_request *r;
+	uint64_t least = 0;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 4096, 512);
+	assert_int_equal(sscanf(strstr(f.load_error, "at least "), "at least %lu", &least), 1);
+	load(&f, MODEL, least, 512);
+	for (size_t i = 0; i < ARRAY_SIZE(s); i++)
+		s[i] = engine_session_new();
+	(void)ask(&f, s[1], "What do bees make?", false, false, "Bees make honey.");
+	clear_text(&f);
+	r = request_new(&f, s[0], user("Tell me a story."), 1, false, false);
+	r->max_tok = 200;
+	r->sample.bias = &(struct logit_bias){ tokenizer_eos(f.model->tokenizer), -1000 };
+	r->sample.n_bias = 1;
+	engine_post(f.engine, &r->mail);
+	while (f.n_events < 20) {
+		struct mail *m = mailbox_take_all(&f.mail, true), *next;
+
+		for (; m; m = next) {
+			next = m->next;
+			assert_int_equal(m->kind, EVENT_PROGRESS);
+			engine_event_free((struct engine_event *)m);
+			f.n_events++;
+		}
+	}
+	for (size_t i = 0; i < ARRAY_SIZE(clone); i++) {
+		clone[i] = (struct engine_clone){ .mail.kind = ENGINE_CLONE,
+						  .from = s[i + 1],
+						  .to = s[i + 2] };
+		engine_post(f.engine, &clone[i].mail);
+	}
+	for (size_t i = 0; i < ARRAY_SIZE(clone); i++)
+		assert_ptr_equal(wait_for(&f, EVENT_CLONED), &clone[i]);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_NONE);
+	assert_true(r->usage.answer_tok >= 20);
+	request_free(r);
+	for (size_t i = 0; i < ARRAY_SIZE(s); i++)
+		engine_session_free(f.engine, s[i]);
+	stop(&f);
+}
+
+/* A request refused before it began says nothing about what the state holds: the thought of the turn before is still in it. */
+static void test_refusal_keeps_valid_count(void **state)
+{
+	struct fixture f;
+	struct engine_session *s = engine_session_new();
+	struct engine_request *r;
+	char text[2000];
+	size_t valid;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 128);
+	(void)ask(&f, s, "What do bees make?", true, false, "Bees make honey.");
+	/* Nothing runs: the engine waits for mail. */
+	valid = s->n_valid;
+	assert_true(valid > 0 && valid < s->tokens.n);
+	memset(text, 'a', sizeof(text) - 1);
+	text[sizeof(text) - 1] = 0;
+	r = request_new(&f, s, user(text), 1, true, true);
+	engine_post(f.engine, &r->mail);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_CONTEXT_FULL);
+	assert_int_equal(s->n_valid, valid);
+	request_free(r);
+	engine_session_free(f.engine, s);
+	stop(&f);
+}
+
 static void test_context_full(void **state)
 {
 	struct fixture f;
@@ -442,6 +520,8 @@ int main(void)
 		cmocka_unit_test(test_session_drops_thought),
 		cmocka_unit_test(test_clone),
 		cmocka_unit_test(test_memory_is_bounded),
+		cmocka_unit_test(test_clone_spares_what_runs),
+		cmocka_unit_test(test_refusal_keeps_valid_count),
 		cmocka_unit_test(test_context_full),
 		cmocka_unit_test(test_cancel),
 		cmocka_unit_test(test_stop_returns_everything),

@@ -948,7 +948,11 @@ static void test_utf8_at_once(void **state)
 	assert_int_equal(out.len, 6);
 	assert_int_equal(utf8_push(&s, "\x80", 1, &out), 0);
 	assert_string_equal(out.data, FFFD FFFD "\xf0\x9f\x98\x80");
-	assert_true(utf8_valid("a\0b", 3));
+	/* The wire has no NUL: an answer that held one could not be sent. */
+	assert_false(utf8_valid("a\0b", 3));
+	buf_consume(&out, out.len);
+	assert_int_equal(utf8_push(&s, "a\0b", 3, &out), 0);
+	assert_string_equal(out.data, "a" FFFD "b");
 }
 
 int main(void)
