@@ -1,25 +1,17 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * config.c: reads residentd.conf and its drop-ins into struct config. See config.h.
+ * config.c: reads residentd.conf and its drop-ins into struct config. See config.h; lines are ini.c's.
  *
  * Owns the table of keys: name, field, bounds. Loop thread; the value parsers from any. Refuses to
  * know what a value is for, whether a model exists or how many processors there are; never logs.
- * Invariant: a field changes only to a value inside its bounds; a file is read whole before its
- * first line counts.
+ * Invariant: a field changes only to a value inside its bounds.
  */
 #include "daemon/config.h"
 
-#include "daemon/model/tokenizer.h" /* utf8_valid() */
+#include "daemon/ini.h"
 
-#include <dirent.h>
-#include <fcntl.h>
 #include <inttypes.h>
-#include <stdarg.h>
 #include <syslog.h>
-
-#define FILE_BYTES_MAX     (1024 * 1024)
-#define LINE_BYTES_MAX     4096
-#define WARNINGS_BYTES_MAX (64 * 1024)
 
 enum key_kind {
 	KEY_PATH,
@@ -54,6 +46,7 @@ static const struct key keys[] = {
 	{ "Service", "SessionsPerUser",   KEY_NUMBER,  FIELD(sessions_per_user),   1, 65536, false },
 	{ "Service", "ConnectionsMax",    KEY_NUMBER,  FIELD(connections_max),     1, 65536, false },
 	{ "Service", "KeepSec",           KEY_SPAN,    FIELD(keep_us),             0, INT64_MAX, false },
+	{ "Service", "IdleExitSec",       KEY_SPAN,    FIELD(idle_exit_us),        1000000, INT64_MAX, false },
 	{ "Service", "MessageMax",        KEY_BYTES,   FIELD(message_bytes_max),   64 << 10, 64 << 20, false },
 	{ "Service", "MaxTokens",         KEY_NUMBER,  FIELD(max_tokens),          1, 1 << 24, false },
 	{ "Service", "MaxThinkingTokens", KEY_TOKENS,  FIELD(max_thinking_tokens), 0, 1 << 24, false },
@@ -88,6 +81,7 @@ void config_defaults(struct config *c)
 		.sessions_per_user = 32,
 		.connections_max = 512,
 		.keep_us = 3600 * UINT64_C(1000000),
+		.idle_exit_us = 900 * UINT64_C(1000000),
 		.message_bytes_max = 4 << 20,
 		.max_tokens = 2048,
 		.max_thinking_tokens = 4096,
@@ -104,11 +98,6 @@ void config_done(struct config *c)
 static bool is_digit(char ch)
 {
 	return ch >= '0' && ch <= '9';
-}
-
-static bool is_blank(char ch)
-{
-	return ch == ' ' || ch == '\t' || ch == '\r';
 }
 
 /* The digits at *s, which is moved behind them. -EINVAL: none; -ERANGE: too many. */
@@ -343,348 +332,126 @@ static int set(struct config *c, const struct key *k, const char *value)
 	return r;
 }
 
-/* What reads one file. */
-struct reader {
-	struct config *c;
-	const char *path;
-	struct buf *warnings; /* may be NULL */
-	const char *section;  /* of keys[]; NULL: none yet, or unknown */
-	bool in_unknown;
-	unsigned line;
-};
-
-/* Without memory a warning is lost; that is all. */
-_printf_(2, 3) static void warn(const struct reader *r, const char *format, ...)
-{
-	char *text = NULL;
-	va_list ap;
-
-	if (!r->warnings || r->warnings->len > WARNINGS_BYTES_MAX)
-		return;
-	va_start(ap, format);
-	if (vasprintf(&text, format, ap) < 0)
-		text = NULL;
-	va_end(ap);
-	if (!text)
-		return;
-	if (r->line)
-		buf_printf(r->warnings, "%s:%u: %s, ignoring\n", r->path, r->line, text);
-	else
-		buf_printf(r->warnings, "%s: %s, ignoring\n", r->path, text);
-	if (r->warnings->len > WARNINGS_BYTES_MAX)
-		buf_printf(r->warnings, "%s: too many problems, not showing more\n", r->path);
-	free(text);
-}
-
-static void warn_value(const struct reader *r, const struct key *k, const char *value)
+static void warn_value(const struct ini_reader *r, const struct key *k, const char *value)
 {
 	const char *or_auto = k->may_auto ? "auto or " : "";
 
 	switch (k->kind) {
-	case KEY_PATH: warn(r, "%s=%s: expected an absolute path", k->name, value); break;
+	case KEY_PATH: ini_warn(r, "%s=%s: expected an absolute path", k->name, value); break;
 	case KEY_NUMBER:
-		warn(r, "%s=%s: expected %sa number from %" PRIu64 " to %" PRIu64, k->name, value,
-		     or_auto, k->min, k->max);
+		ini_warn(r, "%s=%s: expected %sa number from %" PRIu64 " to %" PRIu64, k->name,
+			 value, or_auto, k->min, k->max);
 		break;
 	case KEY_BYTES:
-		warn(r, "%s=%s: expected %sa size (64K, 4M, 1.5G) from %" PRIu64 " to %" PRIu64 " bytes",
-		     k->name, value, or_auto, k->min, k->max);
+		ini_warn(r, "%s=%s: expected %sa size (64K, 4M, 1.5G) from %" PRIu64 " to %" PRIu64 " bytes",
+			 k->name, value, or_auto, k->min, k->max);
 		break;
 	case KEY_SPAN:
-		warn(r, "%s=%s: expected a time span (90s, 1h 30min, infinity)", k->name, value);
+		ini_warn(r, "%s=%s: expected a time span (90s, 1h 30min, infinity)", k->name, value);
 		break;
 	case KEY_TOKENS:
-		warn(r, "%s=%s: expected infinity or a number from %" PRIu64 " to %" PRIu64,
-		     k->name, value, k->min, k->max);
+		ini_warn(r, "%s=%s: expected infinity or a number from %" PRIu64 " to %" PRIu64,
+			 k->name, value, k->min, k->max);
 		break;
-	case KEY_KV_TYPE: warn(r, "%s=%s: expected auto, f16 or f32", k->name, value); break;
+	case KEY_KV_TYPE: ini_warn(r, "%s=%s: expected auto, f16 or f32", k->name, value); break;
 	case KEY_LEVEL:
-		warn(r, "%s=%s: expected error, warning, notice, info or debug", k->name, value);
+		ini_warn(r, "%s=%s: expected error, warning, notice, info or debug", k->name, value);
 		break;
 	}
 }
 
-static void take_section(struct reader *r, char *line, size_t len)
+/* What reads the files. */
+struct reader {
+	struct config *c;
+	const char *section; /* of keys[] */
+};
+
+static int take_section(struct ini_reader *ini, const char *name)
 {
-	r->section = NULL;
-	r->in_unknown = true;
-	if (line[len - 1] != ']') {
-		warn(r, "a section without ']'");
-		return;
-	}
-	line[len - 1] = 0;
+	struct reader *r = ini->userdata;
+
 	for (size_t i = 0; i < ARRAY_SIZE(keys); i++) {
-		if (streq(keys[i].section, line + 1)) {
+		if (streq(keys[i].section, name)) {
 			r->section = keys[i].section;
-			r->in_unknown = false;
-			return;
+			return 1;
 		}
 	}
-	warn(r, "unknown section [%s]", line + 1);
+	ini_warn(ini, "unknown section [%s]", name);
+	return 0;
 }
 
-static int take_assignment(struct reader *r, char *line)
+static int take_assignment(struct ini_reader *ini, const char *key, const char *value)
 {
-	char *value = strchr(line, '='), *end = value;
+	const struct reader *r = ini->userdata;
 	int e;
 
-	if (!value) {
-		warn(r, "expected Key=value");
-		return 0;
-	}
-	*value++ = 0;
-	while (is_blank(*value))
-		value++;
-	while (end > line && is_blank(end[-1]))
-		*--end = 0;
-	if (!r->section) {
-		if (!r->in_unknown) /* else the section has been warned about */
-			warn(r, "%s= before any section", line);
-		return 0;
-	}
 	for (size_t i = 0; i < ARRAY_SIZE(keys); i++) {
-		if (!streq(keys[i].section, r->section) || !streq(keys[i].name, line))
+		if (!streq(keys[i].section, r->section) || !streq(keys[i].name, key))
 			continue;
 		e = set(r->c, &keys[i], value);
 		if (e == -ENOMEM)
 			return e;
 		if (e < 0)
-			warn_value(r, &keys[i], value);
+			warn_value(ini, &keys[i], value);
 		return 0;
 	}
-	warn(r, "unknown key %s= in [%s]", line, r->section);
+	ini_warn(ini, "unknown key %s= in [%s]", key, r->section);
 	return 0;
 }
 
-static int take_line(struct reader *r, char *line, size_t len)
+static struct ini_reader make_reader(struct reader *r, struct buf *warnings)
 {
-	while (len > 0 && is_blank(line[len - 1]))
-		len--;
-	while (len > 0 && is_blank(*line)) {
-		line++;
-		len--;
-	}
-	line[len] = 0;
-	if (len == 0)
-		return 0;
-	if (memchr(line, 0, len)) {
-		warn(r, "a line with a NUL byte");
-		return 0;
-	}
-	if (!utf8_valid(line, len)) {
-		warn(r, "a line that is not UTF-8");
-		return 0;
-	}
-	if (*line == '[') {
-		take_section(r, line, len);
-		return 0;
-	}
-	return take_assignment(r, line);
-}
-
-static bool is_comment(const char *line, size_t len)
-{
-	size_t i = 0;
-
-	while (i < len && is_blank(line[i]))
-		i++;
-	return i < len && (line[i] == '#' || line[i] == ';');
-}
-
-static int take_joined(struct reader *r, char *line, size_t len, bool too_long)
-{
-	if (!too_long)
-		return take_line(r, line, len);
-	warn(r, "a line longer than %d bytes", LINE_BYTES_MAX);
-	return 0;
-}
-
-/* A line that ends in a backslash goes on in the next; comments may stand between the two. */
-static int take_lines(struct reader *r, const char *data, size_t len)
-{
-	char joined[LINE_BYTES_MAX + 1];
-	const char *end = data + len, *next;
-	size_t n_joined = 0;
-	unsigned line = 1;
-	bool more = false, too_long = false;
-	int e = 0;
-
-	for (; data < end && e == 0; data = next, line++) {
-		const char *newline = memchr(data, '\n', (size_t)(end - data));
-		size_t n = (size_t)((newline ? newline : end) - data);
-
-		next = newline ? newline + 1 : end;
-		if (is_comment(data, n))
-			continue;
-		if (!more) {
-			r->line = line;
-			n_joined = 0;
-			too_long = false;
-		}
-		more = n > 0 && data[n - 1] == '\\';
-		too_long = too_long || n > LINE_BYTES_MAX - n_joined;
-		if (!too_long) {
-			memcpy(joined + n_joined, data, n);
-			n_joined += n;
-			if (more)
-				joined[n_joined - 1] = ' ';
-		}
-		if (!more)
-			e = take_joined(r, joined, n_joined, too_long);
-	}
-	if (more && e == 0) /* the file ends in a backslash */
-		e = take_joined(r, joined, n_joined, too_long);
-	return e;
-}
-
-/* O_NONBLOCK: a FIFO must not hang the daemon. /dev/null, which masks a file, reads as empty. */
-static int read_file(const char *path, struct buf *b)
-{
-	_cleanup_(closep) int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
-	ssize_t n;
-	int r;
-
-	if (fd < 0)
-		return -errno;
-	do {
-		r = buf_reserve(b, 16384);
-		if (r < 0)
-			return r;
-		n = read(fd, b->data + b->len, 16384);
-		if (n < 0)
-			return -errno;
-		b->len += (size_t)n;
-		if (b->len > FILE_BYTES_MAX)
-			return -EFBIG;
-	} while (n > 0);
-	return 0;
+	return (struct ini_reader){
+		.section = take_section,
+		.assignment = take_assignment,
+		.userdata = r,
+		.warnings = warnings,
+	};
 }
 
 int config_read(struct config *c, const char *path, struct buf *warnings)
 {
-	struct reader reader = { .c = c, .path = path, .warnings = warnings };
-	_cleanup_(buf_done) struct buf b = {};
-	int r;
+	struct reader reader = { .c = c };
+	struct ini_reader ini = make_reader(&reader, warnings);
 
-	r = read_file(path, &b);
-	if (r < 0)
-		return r;
-	return take_lines(&reader, b.data, b.len);
+	return ini_read(&ini, path);
 }
 
-/* config_read(), but a file that is there and cannot be read is a warning. -ENOENT, -ENOMEM. */
-static int read_layer(struct config *c, const char *path, struct buf *warnings)
+/* The first of them that exists. */
+static int read_main_file(struct ini_reader *ini, const char *root)
 {
-	int r = config_read(c, path, warnings);
+	static const char *const dirs[] = { "/etc", "/run", "/usr/lib" };
+	int r = -ENOENT;
 
-	if (r == 0 || r == -ENOENT || r == -ENOMEM)
-		return r;
-	warn(&(struct reader){ .path = path, .warnings = warnings }, "%s", strerror(-r));
-	return 0;
-}
-
-struct dropin {
-	char *name, *path;
-};
-
-struct dropins {
-	struct dropin *items;
-	size_t n;
-};
-
-static void dropins_done(struct dropins *d)
-{
-	for (size_t i = 0; i < d->n; i++) {
-		free(d->items[i].name);
-		free(d->items[i].path);
-	}
-	free(d->items);
-	*d = (struct dropins){};
-}
-
-/* Unless a directory of higher priority has the name already. */
-static int dropins_add(struct dropins *d, const char *dir, const char *name)
-{
-	struct dropin *items, new = {};
-
-	for (size_t i = 0; i < d->n; i++)
-		if (streq(d->items[i].name, name))
-			return 0;
-	items = reallocarray(d->items, d->n + 1, sizeof(*items));
-	if (!items)
-		return -ENOMEM;
-	d->items = items;
-	new.name = strdup(name);
-	if (!new.name)
-		return -ENOMEM;
-	if (asprintf(&new.path, "%s/%s", dir, name) < 0) {
-		free(new.name);
-		return -ENOMEM;
-	}
-	d->items[d->n++] = new;
-	return 0;
-}
-
-static int dropin_compare(const void *a, const void *b)
-{
-	return strcmp(((const struct dropin *)a)->name, ((const struct dropin *)b)->name);
-}
-
-static int dropins_collect(struct dropins *d, const char *dir, struct buf *warnings)
-{
-	DIR *stream = opendir(dir);
-	struct dirent *entry;
-	int r = 0;
-
-	if (!stream) {
-		if (errno != ENOENT)
-			warn(&(struct reader){ .path = dir, .warnings = warnings }, "%s",
-			     strerror(errno));
-		return 0;
-	}
-	while (r == 0 && (entry = readdir(stream))) {
-		size_t n = strlen(entry->d_name);
-
-		if (entry->d_name[0] != '.' && n > 5 && streq(entry->d_name + n - 5, ".conf"))
-			r = dropins_add(d, dir, entry->d_name);
-	}
-	closedir(stream);
-	return r;
-}
-
-int config_read_layers(struct config *c, const char *root, struct buf *warnings)
-{
-	static const char *const dirs[] = { "/etc", "/run", "/usr/lib" }; /* highest first */
-	_cleanup_(dropins_done) struct dropins dropins = {};
-	bool found = false;
-	int r;
-
-	for (size_t i = 0; i < ARRAY_SIZE(dirs); i++) {
-		_cleanup_(freep) char *path = NULL, *dropin_dir = NULL;
+	for (size_t i = 0; i < ARRAY_SIZE(dirs) && r == -ENOENT; i++) {
+		_cleanup_(freep) char *path = NULL;
 
 		if (asprintf(&path, "%s%s/residentd/residentd.conf", root, dirs[i]) < 0) {
 			path = NULL;
 			return -ENOMEM;
 		}
-		if (asprintf(&dropin_dir, "%s.d", path) < 0) {
-			dropin_dir = NULL;
-			return -ENOMEM;
-		}
-		if (!found) {
-			r = read_layer(c, path, warnings);
-			if (r == -ENOMEM)
-				return r;
-			found = r == 0;
-		}
-		r = dropins_collect(&dropins, dropin_dir, warnings);
-		if (r < 0)
-			return r;
+		r = ini_read_layer(ini, path);
 	}
-	if (dropins.n > 0) /* qsort() wants no NULL */
-		qsort(dropins.items, dropins.n, sizeof(*dropins.items), dropin_compare);
+	return r;
+}
+
+int config_read_layers(struct config *c, const char *root, struct buf *warnings)
+{
+	struct reader reader = { .c = c };
+	struct ini_reader ini = make_reader(&reader, warnings);
+	_cleanup_(ini_dropins_done) struct ini_dropins dropins = {};
+	int r;
+
+	r = read_main_file(&ini, root);
+	if (r < 0 && r != -ENOENT)
+		return r;
+	r = ini_dropins_add_layers(&dropins, root, "residentd.conf.d", warnings);
+	if (r < 0)
+		return r;
 	for (size_t i = 0; i < dropins.n; i++) {
-		if (read_layer(c, dropins.items[i].path, warnings) == -ENOMEM)
-			return -ENOMEM;
+		r = ini_read_layer(&ini, dropins.items[i].path);
+		if (r < 0 && r != -ENOENT)
+			return r;
 	}
 	return 0;
 }

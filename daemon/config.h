@@ -27,6 +27,7 @@ struct config {
 	uint32_t sessions_max;      /* SessionsMax= in all, default 256 */
 	uint32_t sessions_per_user; /* SessionsPerUser=, default 32 */
 	uint32_t connections_max;   /* ConnectionsMax=, default 512 */
+	uint64_t idle_exit_us; /* IdleExitSec= without clients, sessions and holds under socket activation, default 15min; infinity: never */
 	uint64_t keep_us; /* KeepSec= of a kept session without use, default 1h; time spans like systemd (s, min, h, d) */
 	uint64_t message_bytes_max; /* MessageMax= of one request, default 4M, 64K..64M */
 	uint32_t max_tokens; /* MaxTokens= of an answer when the client names none, default 2048 */

@@ -105,6 +105,7 @@ static void assert_defaults(const struct config *c)
 	assert_int_equal(c->sessions_per_user, d.sessions_per_user);
 	assert_int_equal(c->connections_max, d.connections_max);
 	assert_int_equal(c->keep_us, d.keep_us);
+	assert_int_equal(c->idle_exit_us, d.idle_exit_us);
 	assert_int_equal(c->message_bytes_max, d.message_bytes_max);
 	assert_int_equal(c->max_tokens, d.max_tokens);
 	assert_int_equal(c->max_thinking_tokens, d.max_thinking_tokens);
@@ -125,6 +126,7 @@ static void spoil(struct config *c)
 			      .sessions_per_user = 99,
 			      .connections_max = 99,
 			      .keep_us = 99,
+			      .idle_exit_us = 99,
 			      .message_bytes_max = 99,
 			      .max_tokens = 99,
 			      .max_thinking_tokens = 99,
@@ -255,7 +257,7 @@ static void every_key_is_read(void **state)
 			      "[Model]\nPath = /m/a b.gguf \nContext=8192\n"
 			      "[Engine]\nThreads=6\nBatchTokens=4096\nKvBytesMax=1.5G\nKvType=f16\n"
 			      "[Service]\r\nQueueMax=1\r\n\tSessionsMax\t=\t65536\t\nSessionsPerUser=3\n"
-			      "ConnectionsMax=4\nKeepSec=1d 2h\nMessageMax=64K\nMaxTokens=5\n"
+			      "ConnectionsMax=4\nKeepSec=1d 2h\nIdleExitSec=1s\nMessageMax=64K\nMaxTokens=5\n"
 			      "MaxThinkingTokens=0\n  [Log]  \nLevel=debug"),
 		"");
 	assert_string_equal(c.model_path, "/m/a b.gguf");
@@ -269,6 +271,7 @@ static void every_key_is_read(void **state)
 	assert_int_equal(c.sessions_per_user, 3);
 	assert_int_equal(c.connections_max, 4);
 	assert_int_equal(c.keep_us, 93600000000);
+	assert_int_equal(c.idle_exit_us, 1000000);
 	assert_int_equal(c.message_bytes_max, 65536);
 	assert_int_equal(c.max_tokens, 5);
 	assert_int_equal(c.max_thinking_tokens, 0);
@@ -312,7 +315,7 @@ static void empty_value_is_the_default(void **state)
 	assert_string_equal(
 		read_text(&c, "[Model]\nPath=\nContext=\n[Engine]\nThreads=\nBatchTokens=\nKvBytesMax= \n"
 			      "KvType=\n[Service]\nQueueMax=\nSessionsMax=\nSessionsPerUser=\n"
-			      "ConnectionsMax=\nKeepSec=\nMessageMax=\nMaxTokens=\nMaxThinkingTokens=\n"
+			      "ConnectionsMax=\nKeepSec=\nIdleExitSec=\nMessageMax=\nMaxTokens=\nMaxThinkingTokens=\n"
 			      "[Log]\nLevel=\n"),
 		"");
 	assert_defaults(&c);
@@ -336,6 +339,7 @@ static void bad_values_change_nothing(void **state)
 		{ "Service", "SessionsPerUser", { "-1", "0", "65537", "4294967360", "99999999999999999999", "infinity" } },
 		{ "Service", "ConnectionsMax", { "-1", "0", "65537", "4294967360", "99999999999999999999", "1 000" } },
 		{ "Service", "KeepSec", { "-1", "1.5h", "1 year", "9223372036854775808us", "99999999999999999999", "auto" } },
+		{ "Service", "IdleExitSec", { "-1", "0", "999ms", "1.5h", "9223372036854775808us", "auto" } },
 		{ "Service", "MessageMax", { "-1", "0", "65535", "63K", "67108865", "65M", "16777216T", "auto", "infinity" } },
 		{ "Service", "MaxTokens", { "-1", "0", "16777217", "4294967297", "99999999999999999999", "infinity" } },
 		{ "Service", "MaxThinkingTokens", { "-1", "16777217", "18446744073709551615", "99999999999999999999", "off" } },
@@ -632,7 +636,7 @@ static void shipped_file_shows_the_defaults(void **state)
 			buf_printf(&text, "%s", line);
 		}
 	}
-	assert_int_equal(n_keys, 15);
+	assert_int_equal(n_keys, 16);
 	assert_int_equal(n_empty, 1); /* Path= */
 	spoil(&c);
 	assert_string_equal(read_text(&c, text.data), "");
