@@ -1,13 +1,28 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * sched.c: a queue in order of arrival. See sched.h. Pure; engine thread.
+ * sched.c: shares of time between users, order within one. See sched.h. Pure; engine thread.
  */
 #include "daemon/sched.h"
+
+static void raise_floor(struct sched *s)
+{
+	uint64_t least = UINT64_MAX;
+
+	for (const struct sched_entry *e = s->first; e; e = e->next)
+		least = MIN(least, e->vtime);
+	if (least != UINT64_MAX)
+		s->floor = MAX(s->floor, least);
+}
 
 void sched_add(struct sched *s, struct sched_entry *e)
 {
 	struct sched_entry *after = s->last;
 
+	raise_floor(s);
+	e->vtime = s->floor;
+	for (const struct sched_entry *other = s->first; other; other = other->next)
+		if (other->user == e->user)
+			e->vtime = other->vtime;
 	/* Nearly always at the end: only a prompt that took longer to prepare goes before younger ones. */
 	while (after && after->seq > e->seq)
 		after = after->prev;
@@ -27,10 +42,35 @@ void sched_remove(struct sched *s, struct sched_entry *e)
 	s->n--;
 }
 
+/* a before b, both of one user. One that has begun goes on before another of its class begins. */
+static bool goes_first(const struct sched_entry *a, const struct sched_entry *b)
+{
+	if (a->class != b->class)
+		return a->class > b->class;
+	if (a->running != b->running)
+		return a->running;
+	return a->seq < b->seq;
+}
+
 struct sched_entry *sched_pick(const struct sched *s)
 {
-	for (struct sched_entry *e = s->first; e; e = e->next)
-		if (e->running)
-			return e;
-	return s->first;
+	struct sched_entry *best = s->first;
+
+	for (struct sched_entry *e = s->first; e; e = e->next) {
+		if (e->user == best->user ? goes_first(e, best) : e->vtime < best->vtime)
+			best = e;
+	}
+	return best;
+}
+
+void sched_charge(struct sched *s, const struct sched_entry *e, uint64_t busy_us)
+{
+	/* In 1/100 of a microsecond, so that a large weight does not round a short step to nothing. */
+	uint64_t add = MAX(busy_us * 10000 / MAX(e->weight, 1u), UINT64_C(1));
+	uint32_t user = e->user;
+
+	for (struct sched_entry *other = s->first; other; other = other->next)
+		if (other->user == user)
+			other->vtime += add;
+	raise_floor(s);
 }

@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * sched.h: who is next. Requests wait in order of arrival; one runs until it is done.
+ * sched.h: who is next. Users share the engine's time by weight; a user's own requests go by class, then by arrival.
  *
- * Pure: no clock, no allocation, no engine. The engine thread owns the queue and asks sched_pick() between steps. Entries are embedded in
- * the caller's objects. Invariant: the pick never changes while its entry stays in the queue and nothing older arrives.
+ * Pure: no clock, no allocation, no engine. The engine thread owns the queue, asks sched_pick() before every step and charges what the step
+ * took. Entries are embedded in the caller's objects. Virtual time per user is measured microseconds x 100 / weight; the user with the least
+ * is next (VTC, arXiv 2401.00588, on measured time instead of tokens). Who was idle begins at the least of those who are not, so idling
+ * earns no credit. Invariant: all entries of one user carry the same vtime; of two users who always have work, neither's vtime is ahead of
+ * the other's by more than one step's charge.
  */
 #pragma once
 
@@ -12,15 +15,22 @@
 struct sched_entry {
 	struct sched_entry *prev, *next;
 	uint64_t seq; /* arrival, given by the loop thread: preparing prompts may hand them over in another order */
-	bool running; /* set by the engine once the request has begun */
+	uint32_t user;
+	uint32_t weight; /* 1..10000; 100 is the usual */
+	int class;       /* higher goes first among the requests of one user */
+	bool running;    /* set by the engine once the request has begun */
+	uint64_t vtime;
 };
 
 struct sched {
-	struct sched_entry *first, *last;
+	struct sched_entry *first, *last; /* by arrival */
 	size_t n;
+	uint64_t floor; /* no vtime in the queue is below it; where newcomers begin */
 };
 
 void sched_add(struct sched *s, struct sched_entry *e);
 void sched_remove(struct sched *s, struct sched_entry *e);
-/* The running one, else the oldest; NULL when nobody waits. */
+/* NULL when nobody waits. */
 struct sched_entry *sched_pick(const struct sched *s);
+/* e, still in the queue, has had the engine for this long. */
+void sched_charge(struct sched *s, const struct sched_entry *e, uint64_t busy_us);

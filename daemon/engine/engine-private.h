@@ -15,6 +15,7 @@ struct engine_session {
 	struct mail mail; /* as ENGINE_FREE */
 	struct engine_session *prev, *next;
 	bool linked;
+	uint32_t user;
 	bool running;         /* a request is at work on it: its state stays */
 	bool open_turn;       /* the last answer's end-of-turn tokens are not in tokens yet */
 	struct tokens tokens; /* the conversation, without dropped thoughts */
@@ -40,16 +41,19 @@ struct engine {
 	float *logits; /* n_vocab */
 	uint64_t kv_bytes_max;
 	uint32_t context, threads, batch_tok;
-	struct run *run; /* of the running request */
+	uint64_t n_evicted; /* sessions that were made to forget */
 };
 
-/* One step of the request that is next: begins it if it has not begun, returns it when it is done. */
+/* One step of a request: begins it if it has not begun, returns it when it is done. Others may be at work in between. */
 void run_step(struct engine *e, struct engine_request *req);
 
+void run_cancel(struct engine *e, struct engine_request *req); /* ends one that has begun, and returns it */
 void engine_return(struct engine *e, struct engine_request *req);
 int engine_session_begin(struct engine *e, struct engine_session *s); /* links, marks as used, makes a state */
 void engine_session_drop(struct engine *e, struct engine_session *s);
-/* Room for n_new_tok more positions of s within kv_bytes_max; others forget their state for it. -ENOSPC. */
-int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new_tok);
+/* Room for n_new_tok more positions of s, within kv_bytes_max in all and user_bytes_max of its user; idle ones forget their state for it.
+ * -ENOSPC. */
+int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new_tok,
+		  uint64_t user_bytes_max);
 bool engine_make_room(struct engine *e, const struct engine_session *keep); /* false: nobody left to forget */
 void engine_stats_fill(const struct engine *e, struct engine_stats *ret);

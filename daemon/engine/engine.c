@@ -18,9 +18,13 @@ void engine_event_free(struct engine_event *e)
 	free(e);
 }
 
-struct engine_session *engine_session_new(void)
+struct engine_session *engine_session_new(uint32_t user)
 {
-	return calloc(1, sizeof(struct engine_session));
+	struct engine_session *s = calloc(1, sizeof(*s));
+
+	if (s)
+		s->user = user;
+	return s;
 }
 
 void engine_session_free(struct engine *e, struct engine_session *s)
@@ -87,21 +91,39 @@ static uint64_t bytes_used(const struct engine *e)
 	return sum;
 }
 
-bool engine_make_room(struct engine *e, const struct engine_session *keep)
+/* The one that is idle longest forgets, of one user or of all. false: there is none. */
+static bool make_room(struct engine *e, const struct engine_session *keep, const uint32_t *user)
 {
 	struct engine_session *oldest = NULL;
 
 	for (struct engine_session *s = e->sessions; s; s = s->next)
 		if (s != keep && !s->running && s->state && s->state->n_tok > 0 &&
-		    (!oldest || s->last_used < oldest->last_used))
+		    (!user || s->user == *user) && (!oldest || s->last_used < oldest->last_used))
 			oldest = s;
 	if (!oldest)
 		return false;
 	session_forget(e, oldest);
+	e->n_evicted++;
 	return true;
 }
 
-int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new_tok)
+bool engine_make_room(struct engine *e, const struct engine_session *keep)
+{
+	return make_room(e, keep, NULL);
+}
+
+static uint64_t bytes_of_user(const struct engine *e, uint32_t user)
+{
+	uint64_t sum = 0;
+
+	for (const struct engine_session *s = e->sessions; s; s = s->next)
+		if (s->user == user && s->state)
+			sum += state_bytes(s->state, e->model, e->arena);
+	return sum;
+}
+
+int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new_tok,
+		  uint64_t user_bytes_max)
 {
 	uint64_t page = kv_arena_page_bytes(e->arena);
 	uint64_t recurrent = e->model->recurrent_floats * sizeof(float);
@@ -109,6 +131,9 @@ int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new
 	uint64_t need = e->model->kv.n_layer > 0 ? (n_new_tok / KV_PAGE_TOK + 2) * page : 0;
 
 	need += (s->state->recurrent ? 0 : recurrent) + (s->state->checkpoint ? 0 : recurrent);
+	while (user_bytes_max != UINT64_MAX && bytes_of_user(e, s->user) + need > user_bytes_max)
+		if (!make_room(e, s, &s->user))
+			return -EDQUOT;
 	while (bytes_used(e) + need > e->kv_bytes_max)
 		if (!engine_make_room(e, s))
 			return -ENOSPC;
@@ -120,6 +145,7 @@ void engine_stats_fill(const struct engine *e, struct engine_stats *ret)
 	*ret = (struct engine_stats){
 		.kv_bytes_used = bytes_used(e),
 		.kv_bytes_max = e->kv_bytes_max,
+		.n_evicted = e->n_evicted,
 		.context = e->context,
 		.threads = e->threads,
 		.backend = e->backend ? backend_cpu_isa(e->backend) : "none",
@@ -211,33 +237,41 @@ static int load_all(const struct engine_load *load, struct loaded *l, char **ret
 	return 0;
 }
 
+/* What was loaded gives way; token ids of its vocabulary mean nothing to the next. */
+static void install(struct engine *e, struct loaded *l, const struct engine_config *c)
+{
+	struct loaded old = { e->model, e->backend, e->arena, e->logits, 0, 0 };
+
+	for (struct engine_session *s = e->sessions; s; s = s->next) {
+		session_forget(e, s);
+		s->tokens.n = 0;
+		s->open_turn = false;
+	}
+	loaded_done(&old);
+	e->model = l->model;
+	e->backend = l->backend;
+	e->arena = l->arena;
+	e->logits = l->logits;
+	e->kv_bytes_max = l->kv_bytes_max;
+	e->context = l->context;
+	e->threads = c->threads;
+	e->batch_tok = c->batch_tok;
+}
+
 static void load_model(struct engine *e, struct engine_load *load)
 {
 	struct loaded l = {};
 
-	load->err = e->quit || atomic_load(&e->no_loads) ? -ECANCELED
-							 : load_all(load, &l, &load->error);
-	if (load->err == 0) {
-		struct loaded old = { e->model, e->backend, e->arena, e->logits, 0, 0 };
-
-		/* Token ids of the old vocabulary mean nothing to the new one. */
-		for (struct engine_session *s = e->sessions; s; s = s->next) {
-			session_forget(e, s);
-			s->tokens.n = 0;
-			s->open_turn = false;
-		}
-		loaded_done(&old);
-		e->model = l.model;
-		e->backend = l.backend;
-		e->arena = l.arena;
-		e->logits = l.logits;
-		e->kv_bytes_max = l.kv_bytes_max;
-		e->context = l.context;
-		e->threads = load->config.threads;
-		e->batch_tok = load->config.batch_tok;
-		load->model = model_ref(e->model);
-	} else {
+	if (e->quit || atomic_load(&e->no_loads))
+		load->err = -ECANCELED;
+	else if (load->path)
+		load->err = load_all(load, &l, &load->error);
+	if (load->err < 0) {
 		loaded_done(&l);
+	} else {
+		install(e, &l, &load->config);
+		if (e->model)
+			load->model = model_ref(e->model);
 	}
 	engine_stats_fill(e, &load->stats);
 	load->mail.kind = EVENT_LOADED;
@@ -293,23 +327,25 @@ void engine_return(struct engine *e, struct engine_request *req)
 	mailbox_post(e->out, &req->mail);
 }
 
-/* Requests that wait and are wanted no more leave at once, whatever runs. */
+static struct engine_request *request_of(struct sched_entry *s)
+{
+	return (struct engine_request *)((char *)s - offsetof(struct engine_request, sched));
+}
+
+/* Requests that are wanted no more leave at once, whatever else is at work. */
 static void drop_cancelled(struct engine *e)
 {
 	struct sched_entry *next;
 
 	for (struct sched_entry *s = e->sched.first; s; s = next) {
-		struct engine_request *req =
-			(struct engine_request *)((char *)s - offsetof(struct engine_request, sched));
+		struct engine_request *req = request_of(s);
 
 		next = s->next;
-		if (s->running || !(e->quit || atomic_load(&req->cancel) || atomic_load(&req->gone)))
+		if (!e->quit && !atomic_load(&req->cancel) && !atomic_load(&req->gone))
 			continue;
-		req->error = e->quit ? ERROR_STOPPING : ERROR_NONE;
-		req->stop_reason = REPLY_STOP_CANCELLED;
-		req->context_used = req->session ? req->session->tokens.n : 0;
-		req->usage.queue_us = now_us() - req->accepted_us;
-		engine_return(e, req);
+		if (!s->running)
+			req->usage.queue_us = now_us() - req->accepted_us;
+		run_cancel(e, req);
 	}
 }
 
@@ -328,10 +364,7 @@ static void *engine_main(void *arg)
 		}
 		drop_cancelled(e);
 		if (e->sched.n > 0) {
-			struct sched_entry *s = sched_pick(&e->sched);
-
-			run_step(e, (struct engine_request *)((char *)s -
-							      offsetof(struct engine_request, sched)));
+			run_step(e, request_of(sched_pick(&e->sched)));
 		} else if (e->load) {
 			load_model(e, TAKE_PTR(e->load));
 		} else if (e->quit) {

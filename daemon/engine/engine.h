@@ -2,7 +2,7 @@
 /*
  * engine.h: the engine thread: it owns model, backend, KV arena and what sessions remember, and runs requests step by step.
  *
- * The loop thread hands over mail (requests, sessions to free or clone, a model to load) and gets mail back; nothing else is shared
+ * Several users' requests are at work in turns, one batch at a time (sched.h). The loop thread hands over mail (requests, sessions to free or clone, a model to load) and gets mail back; nothing else is shared
  * but two flags in each request that the loop may raise at any time. A request belongs to the engine from engine_post() until it
  * comes back as EVENT_DONE; every request comes back exactly once. Refuses to know sockets, users and JSON.
  */
@@ -18,6 +18,7 @@
 
 struct engine;
 struct engine_session;
+struct run;
 
 enum engine_mail {
 	ENGINE_LOAD,    /* struct engine_load; waits until no request is left */
@@ -44,13 +45,14 @@ struct engine_config {
 /* What the loop may publish; a copy travels with every EVENT_DONE, EVENT_LOADED and EVENT_CLONED. */
 struct engine_stats {
 	uint64_t kv_bytes_used, kv_bytes_max; /* KV pages and recurrent states of all sessions */
+	uint64_t n_evicted; /* sessions that were made to forget their state, since the start */
 	uint32_t context, threads;
 	const char *backend; /* static */
 };
 
 struct engine_load {
 	struct mail mail;
-	char *path; /* owned */
+	char *path; /* owned; NULL: unload, and load nothing */
 	struct engine_config config;
 	/* result */
 	struct model *model; /* a reference for the loop; NULL: failed, the engine keeps what it had */
@@ -82,6 +84,8 @@ struct engine_request {
 	size_t answer_start; /* as struct template_prompt */
 	bool thinking_open;
 	int64_t max_tok, max_thinking_tok;
+	uint32_t context_max;  /* of the user; 0: the service's */
+	uint64_t kv_bytes_max; /* of the user; UINT64_MAX: the service's */
 	struct sample_params sample;
 	const char *const *stop;
 	size_t n_stop;
@@ -89,6 +93,7 @@ struct engine_request {
 	/* Raised by the loop at any time. */
 	atomic_bool cancel; /* stop at the next step; the session stays usable at once */
 	atomic_bool gone; /* nobody will hear the answer: stop within a layer, at the price of the session's state */
+	struct run *run; /* the engine's */
 	/* The outcome. */
 	enum error_code error;
 	char *error_text; /* NULL: the code's own */
@@ -125,5 +130,5 @@ struct engine *engine_free(struct engine *e);
 
 /* An empty memory, made by the loop, used and freed by the engine only. NULL: out of memory. engine_session_free() hands it over;
  * no request may be using it. */
-struct engine_session *engine_session_new(void);
+struct engine_session *engine_session_new(uint32_t user);
 void engine_session_free(struct engine *e, struct engine_session *s);

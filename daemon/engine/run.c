@@ -19,7 +19,7 @@ struct run {
 	size_t n_cached;
 	struct sampler *sampler;
 	struct reply *reply;
-	bool has_logits;
+	bool prompt_done;
 	uint64_t start_us, prompt_done_us;
 };
 
@@ -39,6 +39,12 @@ static int refuse(struct engine_request *req, enum error_code code, int err)
 	if (req->error == ERROR_NONE)
 		req->error = code;
 	return err;
+}
+
+/* Tokens that a session of this request may hold: policy may allow fewer than the model's. */
+static uint32_t context_of(const struct engine *e, const struct engine_request *req)
+{
+	return req->context_max > 0 ? MIN(req->context_max, e->context) : e->context;
 }
 
 /* seq = what the session holds, the end of its last turn, the prompt. */
@@ -69,7 +75,7 @@ static int build_sequence(struct engine *e, struct run *run)
 		return refuse(req, ERROR_INVALID_REQUEST, -EINVAL);
 	}
 	/* Room for at least one generated token. */
-	if (run->n_prompt >= e->context) {
+	if (run->n_prompt >= context_of(e, req)) {
 		req->error_text = NULL;
 		(void)fail(&req->error_text, 0,
 			   "the conversation needs %zu tokens, the context holds %u",
@@ -123,7 +129,7 @@ static int run_begin(struct engine *e, struct engine_request *req)
 	int r;
 
 	req->sched.running = true;
-	run = e->run = calloc(1, sizeof(*run));
+	run = req->run = calloc(1, sizeof(*run));
 	if (!run)
 		return refuse(req, ERROR_NO_MEMORY, -ENOMEM);
 	run->req = req;
@@ -133,7 +139,7 @@ static int run_begin(struct engine *e, struct engine_request *req)
 		return refuse(req, e->model ? ERROR_LOADING : ERROR_NO_MODEL, -ENXIO);
 	run->ses = req->session;
 	if (!run->ses) {
-		run->ses = engine_session_new();
+		run->ses = engine_session_new(req->sched.user);
 		if (!run->ses)
 			return refuse(req, ERROR_NO_MEMORY, -ENOMEM);
 		run->own_session = true;
@@ -162,7 +168,7 @@ static int evaluate(struct engine *e, struct run *run, size_t n, bool want_logit
 	int r;
 
 	do {
-		r = engine_charge(e, run->ses, n);
+		r = engine_charge(e, run->ses, n, run->req->kv_bytes_max);
 		if (r == 0)
 			r = graph_forward(e->model, e->backend, e->arena, &seq, 1, &run->req->gone,
 					  e->logits);
@@ -170,6 +176,10 @@ static int evaluate(struct engine *e, struct run *run, size_t n, bool want_logit
 	switch (r) {
 	case 0:
 	case -ECANCELED: return r;
+	case -EDQUOT:
+		run->req->error_text =
+			strdup("the user's sessions may hold no more memory (KvBytesMax)");
+		return refuse(run->req, ERROR_NO_MEMORY, r);
 	case -ENOSPC:
 	case -ENOMEM: return refuse(run->req, ERROR_NO_MEMORY, r);
 	default: return refuse(run->req, ERROR_INTERNAL, r);
@@ -190,41 +200,10 @@ static struct engine_event *event_new(struct run *run, uint64_t busy_us)
 	return ev;
 }
 
-static int prefill_step(struct engine *e, struct run *run)
-{
-	uint64_t begun = now_us();
-	size_t pos = run->ses->state->n_tok, n = MIN((size_t)e->batch_tok, run->n_prompt - pos);
-	struct engine_event *ev;
-	int r;
-
-	/* End a batch at the cut: that is where the checkpoint is taken. */
-	if (pos < run->cut && pos + n > run->cut)
-		n = run->cut - pos;
-	r = evaluate(e, run, n, pos + n == run->n_prompt);
-	if (r < 0)
-		return r;
-	pos += n;
-	run->has_logits = pos == run->n_prompt;
-	/* Without memory for it the next turn evaluates more again, no worse. */
-	if (pos == run->cut && run->cut < run->n_prompt)
-		(void)state_checkpoint(run->ses->state, e->model);
-	ev = event_new(run, now_us() - begun);
-	if (!ev)
-		return -ENOMEM;
-	ev->prefill_done = pos - run->n_cached;
-	ev->prefill_total = run->n_prompt - run->n_cached;
-	ev->n_prefill_tok = (uint32_t)n;
-	mailbox_post(e->out, &ev->mail);
-	if (run->has_logits)
-		run->prompt_done_us = now_us();
-	return 0;
-}
-
-/* One token: chosen from the logits or forced, shown, then evaluated unless the reply ended with it. */
-static int decode_step(struct engine *e, struct run *run)
+/* The next token, from the logits of the batch just evaluated or forced; shown, and appended to seq unless memory fails. */
+static int choose_token(struct engine *e, struct run *run, uint64_t begun)
 {
 	struct engine_request *req = run->req;
-	uint64_t begun = now_us();
 	struct engine_event *ev = event_new(run, 0);
 	int32_t token;
 	int r;
@@ -248,16 +227,54 @@ static int decode_step(struct engine *e, struct run *run)
 		if (r > 0)
 			req->stop_reason = (enum reply_stop)r;
 	}
-	if (r == REPLY_RUNNING && run->seq.n >= e->context)
-		req->stop_reason = REPLY_STOP_CONTEXT;
 	if (r < 0)
 		(void)refuse(req, ERROR_NO_MEMORY, r);
-	else if (req->stop_reason == REPLY_RUNNING)
-		r = evaluate(e, run, 1, true);
+	else if (r == REPLY_RUNNING && run->seq.n >= context_of(e, req))
+		req->stop_reason = REPLY_STOP_CONTEXT;
 	ev->n_decode_tok = 1;
 	ev->busy_us = now_us() - begun;
 	mailbox_post(e->out, &ev->mail);
-	return r;
+	return MIN(r, 0);
+}
+
+static int prefill_step(struct engine *e, struct run *run)
+{
+	uint64_t begun = now_us();
+	size_t pos = run->ses->state->n_tok, n = MIN((size_t)e->batch_tok, run->n_prompt - pos);
+	struct engine_event *ev;
+	int r;
+
+	/* End a batch at the cut: that is where the checkpoint is taken. */
+	if (pos < run->cut && pos + n > run->cut)
+		n = run->cut - pos;
+	r = evaluate(e, run, n, pos + n == run->n_prompt);
+	if (r < 0)
+		return r;
+	pos += n;
+	run->prompt_done = pos == run->n_prompt;
+	/* Without memory for it the next turn evaluates more again, no worse. */
+	if (pos == run->cut && run->cut < run->n_prompt)
+		(void)state_checkpoint(run->ses->state, e->model);
+	ev = event_new(run, now_us() - begun);
+	if (!ev)
+		return -ENOMEM;
+	ev->prefill_done = pos - run->n_cached;
+	ev->prefill_total = run->n_prompt - run->n_cached;
+	ev->n_prefill_tok = (uint32_t)n;
+	mailbox_post(e->out, &ev->mail);
+	if (!run->prompt_done)
+		return 0;
+	run->prompt_done_us = now_us();
+	/* At once: another request's batch would overwrite the logits. */
+	return choose_token(e, run, run->prompt_done_us);
+}
+
+static int decode_step(struct engine *e, struct run *run)
+{
+	uint64_t begun = now_us();
+	int r = evaluate(e, run, 1, true);
+
+	return r < 0 ? r : choose_token(e, run, begun);
 }
 
 /* The text that the reply still held back, as a last event. */
@@ -326,7 +343,7 @@ static void leave_session(struct engine *e, struct run *run)
 
 static void run_end(struct engine *e, struct engine_request *req)
 {
-	struct run *run = e->run;
+	struct run *run = req->run;
 	uint64_t end_us = now_us();
 
 	if (run) {
@@ -334,33 +351,38 @@ static void run_end(struct engine *e, struct engine_request *req)
 			run->ses->running = false;
 		req->usage.prompt_tok = run->n_prompt;
 		req->usage.cached_tok = run->n_cached;
-		req->usage.prefill_us = (run->has_logits ? run->prompt_done_us : end_us) - run->start_us;
-		req->usage.decode_us = run->has_logits ? end_us - run->prompt_done_us : 0;
+		req->usage.prefill_us = (run->prompt_done ? run->prompt_done_us : end_us) - run->start_us;
+		req->usage.decode_us = run->prompt_done ? end_us - run->prompt_done_us : 0;
 		if (run->reply)
 			leave_session(e, run);
 		req->context_used = run->seq.n;
-		e->run = run_free(e, run);
+		req->run = run_free(e, run);
 	}
 	if (req->session)
 		req->context_used = req->session->tokens.n;
 	engine_return(e, req);
 }
 
+void run_cancel(struct engine *e, struct engine_request *req)
+{
+	req->stop_reason = REPLY_STOP_CANCELLED;
+	if (e->quit && req->error == ERROR_NONE)
+		req->error = ERROR_STOPPING;
+	run_end(e, req);
+}
+
 void run_step(struct engine *e, struct engine_request *req)
 {
+	uint64_t begun = now_us();
 	int r = 0;
 
 	if (!req->sched.running)
 		r = run_begin(e, req);
-	if (r == 0 && (e->quit || atomic_load(&req->cancel) || atomic_load(&req->gone)))
-		r = -ECANCELED;
-	else if (r == 0)
-		r = e->run->has_logits ? decode_step(e, e->run) : prefill_step(e, e->run);
-	if (r == -ECANCELED) {
-		req->stop_reason = REPLY_STOP_CANCELLED;
-		if (e->quit && req->error == ERROR_NONE)
-			req->error = ERROR_STOPPING;
-	}
-	if (r < 0 || req->error != ERROR_NONE || req->stop_reason != REPLY_RUNNING)
+	if (r == 0)
+		r = req->run->prompt_done ? decode_step(e, req->run) : prefill_step(e, req->run);
+	sched_charge(&e->sched, &req->sched, now_us() - begun);
+	if (r == -ECANCELED)
+		run_cancel(e, req);
+	else if (r < 0 || req->error != ERROR_NONE || req->stop_reason != REPLY_RUNNING)
 		run_end(e, req);
 }

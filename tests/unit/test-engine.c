@@ -109,6 +109,7 @@ static struct engine_request *request_new(struct fixture *f, struct engine_sessi
 	r->session = s;
 	r->model = f->model;
 	r->chat = true;
+	r->kv_bytes_max = UINT64_MAX;
 	r->max_tok = 100;
 	r->max_thinking_tok = thinking ? 100 : 0;
 	sample_params_default(&r->sample);
@@ -172,7 +173,7 @@ static void test_answer(void **state)
 static void test_session_drops_thought(void **state)
 {
 	struct fixture f;
-	struct engine_session *s = engine_session_new();
+	struct engine_session *s = engine_session_new(0);
 	struct message turns[3] = {
 		{ .role = MESSAGE_USER, .content = "What is the capital of France?" },
 		{ .role = MESSAGE_ASSISTANT, .content = "The capital of France is Paris." },
@@ -210,7 +211,7 @@ static void test_session_drops_thought(void **state)
 static void test_clone(void **state)
 {
 	struct fixture f;
-	struct engine_session *a = engine_session_new(), *b = engine_session_new();
+	struct engine_session *a = engine_session_new(0), *b = engine_session_new(0);
 	struct engine_clone clone = { .mail.kind = ENGINE_CLONE, .from = a, .to = b };
 	struct buf first = {};
 	struct engine_request *r;
@@ -259,7 +260,7 @@ static void test_memory_is_bounded(void **state)
 	load(&f, MODEL, least, 256);
 	assert_int_equal(f.load_err, 0);
 	for (size_t i = 0; i < 4; i++) {
-		s[i] = engine_session_new();
+		s[i] = engine_session_new(0);
 		(void)ask(&f, s[i], "What do bees make?", false, false, "Bees make honey.");
 		assert_true(f.stats.kv_bytes_used <= least);
 	}
@@ -293,7 +294,7 @@ static void test_clone_spares_what_runs(void **state)
 	assert_int_equal(sscanf(strstr(f.load_error, "at least "), "at least %lu", &least), 1);
 	load(&f, MODEL, least, 512);
 	for (size_t i = 0; i < ARRAY_SIZE(s); i++)
-		s[i] = engine_session_new();
+		s[i] = engine_session_new(0);
 	(void)ask(&f, s[1], "What do bees make?", false, false, "Bees make honey.");
 	clear_text(&f);
 	r = request_new(&f, s[0], user("Tell me a story."), 1, false, false);
@@ -332,7 +333,7 @@ static void test_clone_spares_what_runs(void **state)
 static void test_refusal_keeps_valid_count(void **state)
 {
 	struct fixture f;
-	struct engine_session *s = engine_session_new();
+	struct engine_session *s = engine_session_new(0);
 	struct engine_request *r;
 	char text[2000];
 	size_t valid;
@@ -356,10 +357,129 @@ static void test_refusal_keeps_valid_count(void **state)
 	stop(&f);
 }
 
+/* Two users' answers grow side by side, and each says what it says alone. */
+static void test_two_users_in_turns(void **state)
+{
+	struct fixture f;
+	struct engine_request *r[2];
+	struct buf alone = {};
+	size_t n_tok[2] = {}, switches = 0, n_done = 0;
+	const struct engine_request *last = NULL;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 512);
+	for (size_t i = 0; i < 3; i++) {
+		struct engine_request *one =
+			request_new(&f, NULL, user("Tell me a story."), 1, false, false);
+
+		one->max_tok = 40;
+		one->sched.seq = i;
+		if (i == 0) {
+			clear_text(&f);
+			engine_post(f.engine, &one->mail);
+			assert_ptr_equal(wait_for(&f, EVENT_DONE), one);
+			assert_int_equal(buf_append(&alone, f.text[REPLY_ANSWER].data,
+						    f.text[REPLY_ANSWER].len),
+					 0);
+			request_free(one);
+			continue;
+		}
+		one->sched.user = (uint32_t)i;
+		one->sched.weight = 100;
+		r[i - 1] = one;
+	}
+	engine_post(f.engine, &r[0]->mail);
+	engine_post(f.engine, &r[1]->mail);
+	while (n_done < 2) {
+		for (struct mail *m = mailbox_take_all(&f.mail, true), *next; m; m = next) {
+			struct engine_event *e = (struct engine_event *)m;
+
+			next = m->next;
+			if (m->kind == EVENT_DONE) {
+				n_done++;
+				continue;
+			}
+			n_tok[e->req == r[1]] += e->n_decode_tok;
+			switches += last && last != e->req;
+			last = e->req;
+			if (e->req == r[1] && e->text[REPLY_ANSWER].len > 0)
+				assert_int_equal(buf_append(&f.text[REPLY_THOUGHT],
+							    e->text[REPLY_ANSWER].data,
+							    e->text[REPLY_ANSWER].len),
+						 0);
+			engine_event_free(e);
+		}
+	}
+	assert_true(switches >= 10);
+	assert_int_equal(n_tok[0], n_tok[1]);
+	assert_string_equal(f.text[REPLY_THOUGHT].data, alone.data);
+	request_free(r[0]);
+	request_free(r[1]);
+	buf_done(&alone);
+	stop(&f);
+}
+
+/* What policy lets one user hold: his own older conversation gives way, another user's does not. */
+static void test_memory_of_one_user(void **state)
+{
+	struct fixture f;
+	struct engine_session *s[3] = { engine_session_new(1), engine_session_new(1),
+					engine_session_new(2) };
+	struct engine_request *r;
+	uint64_t one;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 512);
+	(void)ask(&f, s[2], "What do bees make?", false, false, "Bees make honey.");
+	one = f.stats.kv_bytes_used;
+	(void)ask(&f, s[0], "What do bees make?", false, false, "Bees make honey.");
+	assert_int_equal(f.stats.n_evicted, 0);
+	r = request_new(&f, s[1], user("What do bees make?"), 1, false, false);
+	r->kv_bytes_max = 2 * one;
+	engine_post(f.engine, &r->mail);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_NONE);
+	assert_int_equal(r->stats.n_evicted, 1);
+	assert_int_equal(s[0]->n_valid, 0);
+	assert_true(s[2]->n_valid > 0);
+	request_free(r);
+	/* Less than one conversation needs is refused, and says whose limit it is. */
+	r = request_new(&f, s[0], user("What is 7 x 8?"), 1, false, true);
+	r->kv_bytes_max = one / 4;
+	engine_post(f.engine, &r->mail);
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_NO_MEMORY);
+	assert_non_null(strstr(r->error_text, "KvBytesMax"));
+	request_free(r);
+	for (size_t i = 0; i < 3; i++)
+		engine_session_free(f.engine, s[i]);
+	stop(&f);
+}
+
+static void test_unload(void **state)
+{
+	struct fixture f;
+	struct engine_load l = { .mail.kind = ENGINE_LOAD };
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 512);
+	engine_post(f.engine, &l.mail);
+	assert_ptr_equal(wait_for(&f, EVENT_LOADED), &l);
+	assert_int_equal(l.err, 0);
+	assert_null(l.model);
+	assert_int_equal(l.stats.kv_bytes_max, 0);
+	load(&f, MODEL, 0, 512);
+	(void)ask(&f, NULL, "What is 17 x 23?", false, false, "17 x 23 = 391.");
+	stop(&f);
+}
+
 static void test_context_full(void **state)
 {
 	struct fixture f;
-	struct engine_session *s = engine_session_new();
+	struct engine_session *s = engine_session_new(0);
 	char text[2000];
 	struct engine_request *r;
 
@@ -395,7 +515,7 @@ static void test_context_full(void **state)
 static void test_cancel(void **state)
 {
 	struct fixture f;
-	struct engine_session *s = engine_session_new();
+	struct engine_session *s = engine_session_new(0);
 	struct engine_request *r[3];
 
 	(void)state;
@@ -522,6 +642,9 @@ int main(void)
 		cmocka_unit_test(test_memory_is_bounded),
 		cmocka_unit_test(test_clone_spares_what_runs),
 		cmocka_unit_test(test_refusal_keeps_valid_count),
+		cmocka_unit_test(test_two_users_in_turns),
+		cmocka_unit_test(test_memory_of_one_user),
+		cmocka_unit_test(test_unload),
 		cmocka_unit_test(test_context_full),
 		cmocka_unit_test(test_cancel),
 		cmocka_unit_test(test_stop_returns_everything),

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* test-sched.c: order of arrival, whatever the order of hand-over; the running one first. */
+/* test-sched.c: time shared by weight between users, order of class and arrival within one. */
 #include "tests/test.h"
 
 #include "daemon/sched.h"
@@ -48,7 +48,80 @@ static void test_running_stays(void **state)
 	assert_ptr_equal(sched_pick(&s), &old);
 }
 
-/* Random adds and removes against a sorted array. */
+/* Two users who always have work share the time by their weights, within one step's charge. */
+static void test_shares_by_weight(void **state)
+{
+	struct sched s = {};
+	struct sched_entry e[3] = {
+		{ .seq = 1, .user = 1000, .weight = 100 },
+		{ .seq = 2, .user = 1000, .weight = 100 },
+		{ .seq = 3, .user = 1001, .weight = 300 },
+	};
+	uint64_t had[2] = {};
+	uint32_t seed = 7;
+
+	(void)state;
+	for (size_t i = 0; i < 3; i++)
+		sched_add(&s, &e[i]);
+	for (size_t step = 0; step < 100000; step++) {
+		struct sched_entry *p = sched_pick(&s);
+		uint64_t us;
+
+		seed = seed * 1664525 + 1013904223;
+		us = 100 + seed % 5000;
+		had[p->user - 1000] += us;
+		sched_charge(&s, p, us);
+		/* One step is at most 5099 us; a third of it for the heavier user. */
+		assert_true(had[1] <= 3 * had[0] + 3 * 5100 && 3 * had[0] <= had[1] + 3 * 5100);
+	}
+	/* Two requests of one user get him no more than one. */
+	assert_true(had[0] > 0 && had[1] / had[0] >= 2);
+}
+
+/* Who comes late begins where the others are: he has earned nothing by staying away, and owes nothing. */
+static void test_newcomer_begins_at_the_floor(void **state)
+{
+	struct sched s = {};
+	struct sched_entry old = { .seq = 1, .user = 1, .weight = 100 };
+	struct sched_entry late = { .seq = 2, .user = 2, .weight = 100 };
+
+	(void)state;
+	sched_add(&s, &old);
+	for (size_t i = 0; i < 1000; i++)
+		sched_charge(&s, &old, 1000);
+	sched_add(&s, &late);
+	assert_int_equal(late.vtime, old.vtime);
+	sched_charge(&s, &late, 1);
+	assert_ptr_equal(sched_pick(&s), &old);
+	/* Also when everybody was away in between. */
+	sched_remove(&s, &old);
+	sched_remove(&s, &late);
+	old.vtime = late.vtime = 0;
+	sched_add(&s, &late);
+	assert_true(late.vtime > 0);
+}
+
+static void test_class_within_a_user(void **state)
+{
+	struct sched s = {};
+	struct sched_entry idle = { .seq = 1, .user = 1, .weight = 100, .class = 0 };
+	struct sched_entry interactive = { .seq = 2, .user = 1, .weight = 100, .class = 2 };
+	struct sched_entry other = { .seq = 3, .user = 2, .weight = 100, .class = 0 };
+
+	(void)state;
+	sched_add(&s, &idle);
+	sched_pick(&s)->running = true;
+	sched_add(&s, &interactive);
+	assert_ptr_equal(sched_pick(&s), &interactive);
+	sched_add(&s, &other);
+	sched_charge(&s, &interactive, 1000);
+	/* A class is no share: the other user's idle request is next now. */
+	assert_ptr_equal(sched_pick(&s), &other);
+	sched_charge(&s, &other, 5000);
+	assert_ptr_equal(sched_pick(&s), &interactive);
+}
+
+/* Random adds and removes of one user against a sorted array. */
 static void test_property(void **state)
 {
 	struct sched s = {};
@@ -65,7 +138,7 @@ static void test_property(void **state)
 		if (in[i]) {
 			sched_remove(&s, &e[i]);
 		} else {
-			e[i].seq = i + 1;
+			e[i] = (struct sched_entry){ .seq = i + 1, .weight = 100 };
 			sched_add(&s, &e[i]);
 		}
 		in[i] = !in[i];
@@ -75,10 +148,12 @@ static void test_property(void **state)
 				lowest = k;
 			}
 		assert_int_equal(s.n, n);
-		if (n > 0)
-			assert_ptr_equal(sched_pick(&s), &e[lowest]);
-		else
+		if (n == 0) {
 			assert_null(sched_pick(&s));
+			continue;
+		}
+		assert_ptr_equal(sched_pick(&s), &e[lowest]);
+		sched_charge(&s, &e[lowest], seed % 100);
 	}
 }
 
@@ -88,6 +163,9 @@ int main(void)
 		cmocka_unit_test(test_empty),
 		cmocka_unit_test(test_order_of_arrival),
 		cmocka_unit_test(test_running_stays),
+		cmocka_unit_test(test_shares_by_weight),
+		cmocka_unit_test(test_newcomer_begins_at_the_floor),
+		cmocka_unit_test(test_class_within_a_user),
 		cmocka_unit_test(test_property),
 	};
 
