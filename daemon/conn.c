@@ -10,7 +10,10 @@
 #include "daemon/methods.h"
 #include "daemon/request.h"
 
+#include <grp.h>
+#include <pwd.h>
 #include <sys/socket.h>
+#include <systemd/sd-login.h>
 
 #define READ_CHUNK      65536
 #define READ_PER_WAKEUP (4 * READ_CHUNK) /* then others get their turn */
@@ -50,13 +53,32 @@ void conn_free(struct conn *c)
 	if (c->next)
 		c->next->prev = c->prev;
 	d->n_conns--;
+	free(c->gids);
+	free(c->unit);
 	free(c);
+	service_touch(d);
 	service_check_stop(d);
 }
 
 static void answer_later(struct conn *c)
 {
 	(void)sd_event_source_set_enabled(c->later, SD_EVENT_ONESHOT);
+}
+
+void conn_defer(struct conn *c)
+{
+	c->deferred = true;
+}
+
+void conn_resume_all(struct daemon *d)
+{
+	for (struct conn *c = d->conns; c; c = c->next) {
+		if (!c->deferred)
+			continue;
+		c->deferred = false;
+		if (c->current && !c->closing)
+			methods_dispatch(c);
+	}
 }
 
 static void break_off(struct conn *c)
@@ -390,28 +412,40 @@ static void refuse_connection(int fd)
 	buf_done(&out);
 }
 
-static int conn_new(struct daemon *d, int fd)
+static void ask_policy(struct conn *c)
 {
-	struct ucred cred;
-	socklen_t len = sizeof(cred);
+	const struct policy_who who = {
+		.uid = c->uid,
+		.gids = c->gids,
+		.n_gids = c->n_gids,
+		.unit = c->unit,
+	};
+
+	policy_effective(c->daemon->policy, &who, &c->limits);
+}
+
+void conn_policy_changed(struct daemon *d)
+{
+	for (struct conn *c = d->conns; c; c = c->next)
+		ask_policy(c);
+}
+
+/* fd is taken on success. gids and unit are the caller's to fill in afterwards. */
+static int conn_add(struct daemon *d, int fd, uid_t uid, pid_t pid, struct conn **ret)
+{
 	struct conn *c;
 	int r;
 
-	if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &len) < 0)
-		return -errno;
 	/* One user's idle connections leave room for the others'. */
-	if (d->n_conns >= d->config.connections_max ||
-	    count_of(d, cred.uid) > d->config.connections_max / 2) {
-		refuse_connection(fd);
+	if (d->n_conns >= d->config.connections_max || count_of(d, uid) > d->config.connections_max / 2)
 		return -EUSERS;
-	}
 	c = calloc(1, sizeof(*c));
 	if (!c)
 		return -ENOMEM;
 	c->daemon = d;
 	c->fd = -1;
-	c->uid = cred.uid;
-	c->pid = cred.pid;
+	c->uid = uid;
+	c->pid = pid;
 	c->waiting_tail = &c->waiting;
 	r = sd_event_add_io(d->event, &c->io, fd, EPOLLIN, on_io, c);
 	if (r >= 0)
@@ -430,6 +464,72 @@ static int conn_new(struct daemon *d, int fd)
 		c->next->prev = c;
 	d->conns = c;
 	d->n_conns++;
+	service_touch(d);
+	*ret = c;
+	return 0;
+}
+
+/* The groups that the peer had when it connected, its primary one first; without memory only the others' rules apply. */
+static void read_groups(struct conn *c, gid_t primary)
+{
+	socklen_t len = 64 * sizeof(gid_t);
+
+	for (int i = 0; i < 2; i++) {
+		gid_t *gids = realloc(c->gids, len + sizeof(gid_t));
+
+		if (!gids)
+			return;
+		c->gids = gids;
+		c->gids[0] = primary;
+		c->n_gids = 1;
+		if (getsockopt(c->fd, SOL_SOCKET, SO_PEERGROUPS, c->gids + 1, &len) == 0) {
+			c->n_gids += len / sizeof(gid_t);
+			return;
+		}
+		if (errno != ERANGE) /* else len is what is needed */
+			return;
+	}
+}
+
+static int conn_new(struct daemon *d, int fd)
+{
+	struct ucred cred;
+	socklen_t len = sizeof(cred);
+	struct conn *c;
+	int r;
+
+	if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &len) < 0)
+		return -errno;
+	r = conn_add(d, fd, cred.uid, cred.pid, &c);
+	if (r == -EUSERS)
+		refuse_connection(fd);
+	if (r < 0)
+		return r;
+	read_groups(c, cred.gid);
+	/* System units only: a user gives his own any name he likes, and would claim what policy grants another. */
+	if (sd_peer_get_unit(fd, &c->unit) < 0)
+		c->unit = NULL;
+	ask_policy(c);
+	return 0;
+}
+
+int conn_adopt(struct daemon *d, int fd, uid_t uid, pid_t pid, struct conn **ret)
+{
+	const struct passwd *pw;
+	struct conn *c;
+	int r, n = 256;
+
+	r = conn_add(d, fd, uid, pid, &c);
+	if (r < 0)
+		return r;
+	pw = getpwuid(uid);
+	c->gids = calloc((size_t)n, sizeof(gid_t));
+	if (pw && c->gids && getgrouplist(pw->pw_name, pw->pw_gid, c->gids, &n) >= 0)
+		c->n_gids = (size_t)n;
+	if (sd_pid_get_unit(pid, &c->unit) < 0)
+		c->unit = NULL;
+	ask_policy(c);
+	*ret = c;
 	return 0;
 }
 

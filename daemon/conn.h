@@ -25,6 +25,10 @@ struct conn {
 	int fd;
 	uid_t uid;
 	pid_t pid;
+	gid_t *gids;
+	size_t n_gids;
+	char *unit; /* system unit the peer runs in; NULL: none */
+	struct policy_limits limits;
 	sd_event_source *io, *later;
 	struct buf in, out;
 	size_t scanned;            /* of in, see varlink_frame() */
@@ -33,12 +37,19 @@ struct conn {
 	size_t n_waiting, waiting_len;
 	struct request *request;    /* of the current call */
 	struct engine_clone *clone; /* of the current call */
+	bool deferred;              /* the current call waits for a model that is being loaded */
 	bool half_closed;           /* the peer will send no more */
 	bool closing;               /* close when out is empty */
 };
 
 int conn_start_listening(struct daemon *d);
-void conn_free(struct conn *c); /* cancels what runs on it */
+/* A connected socket becomes a client of this identity (D-Bus OpenSession: the kernel would name ourselves). fd is taken on success. */
+int conn_adopt(struct daemon *d, int fd, uid_t uid, pid_t pid, struct conn **ret);
+/* The current call is begun again when the model has been loaded, or not. */
+void conn_defer(struct conn *c);
+void conn_resume_all(struct daemon *d);
+void conn_policy_changed(struct daemon *d); /* asks the policy again for every connection */
+void conn_free(struct conn *c);             /* cancels what runs on it */
 
 /* Answers the current call; params is stolen and may be NULL (out of memory: an error is sent instead). continues: more frames follow. */
 void conn_reply(struct conn *c, json_t *params, bool continues);

@@ -4,10 +4,16 @@
  *
  * main.c      options, sockets, signals, start and stop
  * service.c   the model's state machine (loading, available, ...), mail from the engine and the workers
+ * models.c    which model file is meant
+ * settings.c  configuration, policy and quota: reading them anew
+ * stop.c      the end: drained, or idle
  * session.c   conversations by id and owner
  * request.c   one request: parameters, preparation on a worker, progress and outcome
  * conn.c      one client: bytes in, calls in order, frames out
  * methods.c   what each method of the interface does
+ * uses.c      which models serve chat, code, small, best
+ * policy.c    who may ask for how much; quota.c what he has used today
+ * bus.c       control on D-Bus; polkit.c who may; lease.c what is held by a descriptor
  *
  * The engine thread (engine/) and the workers are reached by mail only.
  */
@@ -18,11 +24,16 @@
 #include "daemon/engine/engine.h"
 #include "daemon/errors.h"
 #include "daemon/log.h"
+#include "daemon/policy.h"
+#include "daemon/quota.h"
+#include "daemon/uses.h"
 #include "daemon/worker.h"
 
 #include <systemd/sd-event.h>
 
+struct bus;
 struct conn;
+struct lease;
 struct request;
 struct session;
 
@@ -32,6 +43,8 @@ enum service_state { SERVICE_LOADING, SERVICE_AVAILABLE, SERVICE_UNAVAILABLE, SE
 struct uid_usage {
 	uid_t uid;
 	uint64_t requests, engine_us;
+	uint64_t quota_told; /* the midnight (seconds) of the day for which it was logged that his tokens are used up */
+	uint64_t sessions_told; /* when it was logged last that he has too many, us */
 	struct engine_usage sum;
 };
 
@@ -91,21 +104,46 @@ struct daemon {
 	struct conn *conns;
 	size_t n_conns;
 
+	const char *state_dir, *runtime_dir; /* of systemd, or NULL */
+	struct policy *policy;
+	struct uses uses;
+	struct quota *quota;
+	sd_event_source *quota_timer, *idle_timer;
+	bool quota_failed; /* told once */
+	struct lease *leases;
+	size_t n_leases;
+	struct bus *bus;
+
 	sd_event_source *mail_source, *stop_timer, *stop_deadline;
 	bool engine_quit; /* the engine was told to end */
 };
 
 /* service.c */
-int service_start(struct daemon *d);       /* mailbox, workers, engine, first load */
-int service_read_config(struct daemon *d); /* -errno: the one in force stays */
-void service_reload(struct daemon *d);     /* SIGHUP: configuration, and the model if it changed */
+void service_set_state(struct daemon *d, enum service_state state);
+int service_post_load(struct daemon *d, char *path); /* path: taken; NULL unloads. -ENOMEM */
+int service_start(struct daemon *d);                 /* mailbox, workers, engine, first load */
+int service_read_config(struct daemon *d);           /* -errno: the one in force stays */
+void service_reload(struct daemon *d); /* SIGHUP: configuration, and the model if it changed */
 void service_stop(struct daemon *d); /* SIGTERM: drain, then end the event loop; a second call ends at once */
 void service_check_stop(struct daemon *d); /* called when something ended: is the draining over? */
 void service_done(struct daemon *d);
+/* Another model of the models directory, by name; requests that run are finished first. -ENOENT: there is none of this name; -EBUSY: one
+ * is being loaded. make_default: it is the default from now on. */
+int service_load_model(struct daemon *d, const char *name, bool make_default, char **ret_error);
+int service_unload_model(struct daemon *d); /* -EBUSY */
+char *models_path(const struct daemon *d); /* the file to load now; malloc'd, NULL: out of memory */
+int service_open_quota(struct daemon *d);
+int service_read_policy(struct daemon *d); /* -errno: the one in force stays */
+void service_set_stats(struct daemon *d, const struct engine_stats *stats);
+void service_save_quota(struct daemon *d); /* soon: many changes are one write */
+/* Something that keeps the service from idling came or went. */
+void service_touch(struct daemon *d);
 const char *service_state_to_string(enum service_state s);
 /* ERROR_NONE when requests can be taken; else why not, with a text that says what to do. */
 enum error_code service_check(const struct daemon *d, const char **ret_text);
 /* Clones s for c's current call, and answers it when the engine has. */
 void service_clone(struct daemon *d, struct conn *c, struct session *s, bool keep);
+/* The same, and whether policy lets this client use the model. */
+enum error_code service_check_client(const struct conn *c, const char **ret_text);
 uint64_t rate_per_second_milli(const struct rate *r);
 struct uid_usage *usage_of(struct daemon *d, uid_t uid); /* NULL: out of memory */

@@ -34,6 +34,8 @@ static const struct error_entry entries[ERROR_CODE_MAX] = {
 	ROW(ERROR_CANCELLED,         ECANCELED,  "Cancelled",          0, "the request was cancelled"),
 	ROW(ERROR_STOPPING,          ESHUTDOWN,  "Stopping",        2000, "the service is stopping"),
 	ROW(ERROR_INTERNAL,          EREMOTEIO,  "Internal",           0, "the service failed; its log says why"),
+	ROW(ERROR_QUOTA_EXCEEDED,    EDQUOT,     "QuotaExceeded",      0, "today's tokens are used up"),
+	ROW(ERROR_NO_SUCH_MODEL,     ENOENT,     "NoSuchModel",        0, "there is no such model"),
 };
 
 static const struct {

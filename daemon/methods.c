@@ -125,11 +125,15 @@ static void get_status(struct conn *c, struct args *a)
 static bool available(struct conn *c)
 {
 	const char *text;
-	enum error_code code = service_check(c->daemon, &text);
+	enum error_code code = service_check_client(c, &text);
 
 	if (code == ERROR_NONE)
 		return true;
-	conn_error(c, code, text, 0);
+	/* A model is there in a moment: who started the service by asking shall not be told to ask again. */
+	if (code == ERROR_LOADING)
+		conn_defer(c);
+	else
+		conn_error(c, code, text, 0);
 	return false;
 }
 
@@ -169,7 +173,7 @@ static void open_session(struct conn *c, struct args *a)
 			return;
 		s->used_us = now_us();
 	} else {
-		r = session_open(d, c->uid, c, keep, &s);
+		r = session_open(d, c, keep, &s);
 		if (r < 0) {
 			conn_error(c, error_from_errno(r), NULL, 0);
 			return;

@@ -6,6 +6,8 @@
  */
 #include "daemon/request.h"
 
+#include "daemon/messages.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <sys/random.h>
@@ -118,6 +120,19 @@ static void parse_sampling(struct request *r, struct args *a)
 		p->top_logprobs = (uint32_t)i;
 }
 
+static void parse_want(struct request *r, struct args *a)
+{
+	const char *use;
+	size_t len;
+
+	r->want = -1;
+	if (!args_str(a, "want", false, 16, &use, &len))
+		return;
+	r->want = use_from_string(use);
+	if (r->want < 0)
+		args_refuse(a, "want", "is chat, code, small or best");
+}
+
 /* options: 0, or -EINVAL with the field's name in *ret_bad. */
 static int parse_options(struct request *r, json_t *obj, char **ret_bad, const char **ret_why)
 {
@@ -133,6 +148,7 @@ static int parse_options(struct request *r, json_t *obj, char **ret_bad, const c
 	(void)args_i64(&a, "max_tokens", false, 1, INT32_MAX, &r->engine.max_tok);
 	(void)args_i64(&a, "max_thinking_tokens", false, 0, INT32_MAX, &r->engine.max_thinking_tok);
 	parse_sampling(r, &a);
+	parse_want(r, &a);
 	if (args_array(&a, "stop", false, REPLY_STOP_MAX, &sub))
 		parse_stop(r, &a, sub);
 	if (args_object(&a, "logit_bias", false, &sub) && !parse_bias(r, &a, sub) && !a.bad)
@@ -389,14 +405,36 @@ static struct request *request_new(struct conn *c, enum request_kind kind)
 	return r;
 }
 
+/* Once a day and user: a client that tries again and again does not fill the journal. */
+static void tell_quota(struct daemon *d, const struct conn *c)
+{
+	struct uid_usage *u = usage_of(d, c->uid);
+	char uid[32];
+	const char *const fields[] = { MESSAGE_ID_QUOTA_EXCEEDED, uid, NULL };
+	uint64_t day = (uint64_t)time(NULL) + quota_seconds_left(time(NULL));
+
+	/* The midnight to come names the day; it may move by a second while we look. */
+	if (!u || day <= u->quota_told + 60)
+		return;
+	u->quota_told = day;
+	snprintf(uid, sizeof(uid), "UID=%u", c->uid);
+	log_fields(LOG_NOTICE, fields, "uid %u has used up today's tokens (%" PRIu64 ")", c->uid,
+		   c->limits.tokens_per_day);
+}
+
 /* Service, model, queue: may a request start at all? Answers itself when not. */
 static bool admit(struct conn *c, enum request_kind kind)
 {
 	struct daemon *d = c->daemon;
 	const char *text;
-	enum error_code code = service_check(d, &text);
+	enum error_code code = service_check_client(c, &text);
+	time_t now = time(NULL);
 	size_t own = 0;
 
+	if (code == ERROR_LOADING) {
+		conn_defer(c);
+		return false;
+	}
 	if (code != ERROR_NONE) {
 		conn_error(c, code, text, 0);
 		return false;
@@ -408,12 +446,42 @@ static bool admit(struct conn *c, enum request_kind kind)
 	/* One user leaves a quarter of the queue to the others. */
 	for (const struct request *r = d->requests; r; r = r->next)
 		own += r->uid == c->uid;
-	if (d->n_requests >= d->config.queue_max ||
+	if (d->n_requests >= d->config.queue_max || own >= c->limits.queue_max ||
 	    own >= d->config.queue_max - d->config.queue_max / 4) {
 		conn_error(c, ERROR_QUEUE_FULL, NULL, 0);
 		return false;
 	}
+	if (kind != REQUEST_TOKENIZE && quota_used(d->quota, c->uid, now) >= c->limits.tokens_per_day) {
+		tell_quota(d, c);
+		conn_error(c, ERROR_QUOTA_EXCEEDED, NULL,
+			   (uint32_t)MIN(quota_seconds_left(now) * 1000, (uint64_t)UINT32_MAX));
+		return false;
+	}
 	return true;
+}
+
+/* What policy allows, where the client asked for more. */
+static void apply_limits(struct request *r, const struct policy_limits *l)
+{
+	struct engine_request *e = &r->engine;
+	uint64_t used;
+
+	e->sched.user = r->uid;
+	e->sched.weight = l->weight;
+	e->sched.class = (int)l->class;
+	e->context_max = l->context_max == UINT32_MAX ? 0 : l->context_max;
+	e->kv_bytes_max = l->kv_bytes_max;
+	if (l->max_thinking_tokens >= 0 &&
+	    (e->max_thinking_tok < 0 || e->max_thinking_tok > l->max_thinking_tokens)) {
+		e->max_thinking_tok = l->max_thinking_tokens;
+		r->thinking = e->max_thinking_tok != 0;
+	}
+	if (l->tokens_per_day == UINT64_MAX)
+		return;
+	/* What is left of today bounds the answer too; admit() has seen to it that something is. */
+	used = quota_used(r->daemon->quota, r->uid, time(NULL));
+	if (used < l->tokens_per_day && e->max_tok > 0 && (uint64_t)e->max_tok > l->tokens_per_day - used)
+		e->max_tok = (int64_t)(l->tokens_per_day - used);
 }
 
 void request_start(struct conn *c, enum request_kind kind)
@@ -436,6 +504,13 @@ void request_start(struct conn *c, enum request_kind kind)
 		request_free(r);
 		return;
 	}
+	if (kind != REQUEST_TOKENIZE && r->want >= 0 &&
+	    !uses_match(&d->uses, (enum use)r->want, d->model->name)) {
+		conn_error(c, ERROR_NO_SUCH_MODEL,
+			   "the model that is loaded does not serve what is wanted (models.d)", 0);
+		request_free(r);
+		return;
+	}
 	if (session) {
 		struct session *s = session_find(d, c->uid, session);
 
@@ -449,6 +524,7 @@ void request_start(struct conn *c, enum request_kind kind)
 		r->engine.session = s->engine;
 		r->continuation = s->context_used > 0;
 	}
+	apply_limits(r, &c->limits);
 	c->request = r;
 	link_request(d, r);
 	d->n_requests_total += kind != REQUEST_TOKENIZE;
@@ -623,6 +699,9 @@ static void account(struct daemon *d, const struct request *r)
 	const struct engine_usage *u = &r->engine.usage;
 	struct uid_usage *sum = usage_of(d, r->uid);
 
+	quota_add(d->quota, r->uid, u->prompt_tok - u->cached_tok + u->answer_tok + u->thought_tok,
+		  time(NULL));
+	service_save_quota(d);
 	d->n_prompt_tok += u->prompt_tok;
 	d->n_generated_tok += u->answer_tok + u->thought_tok;
 	if (!sum)
@@ -635,12 +714,35 @@ static void account(struct daemon *d, const struct request *r)
 	sum->sum.thought_tok += u->thought_tok;
 }
 
+/* One line a request, with what it cost and nothing of what it said. */
+static void log_request(const struct request *r)
+{
+	const struct engine_usage *u = &r->engine.usage;
+	char session[64] = "SESSION=", uid[32], id[32], model[300];
+	const char *const fields[] = { uid, id, model, r->session ? session : NULL, NULL };
+
+	snprintf(uid, sizeof(uid), "UID=%u", r->uid);
+	snprintf(id, sizeof(id), "REQUEST=%" PRIu64, r->id);
+	snprintf(model, sizeof(model), "MODEL=%s", r->engine.model->name);
+	if (r->session)
+		snprintf(session, sizeof(session), "SESSION=%s", r->session->id);
+	log_fields(LOG_INFO, fields,
+		   "request %" PRIu64 " of uid %u: %s, %" PRIu64 " prompt tokens (%" PRIu64
+		   " cached), %" PRIu64 " generated, %" PRIu64 " ms",
+		   r->id, r->uid,
+		   r->engine.error != ERROR_NONE ? error_by_code(r->engine.error)->varlink
+						 : reply_stop_to_string(r->engine.stop_reason),
+		   u->prompt_tok, u->cached_tok, u->answer_tok + u->thought_tok,
+		   (u->queue_us + u->prefill_us + u->decode_us) / 1000);
+}
+
 void request_done(struct request *r)
 {
 	struct daemon *d = r->daemon;
 
-	d->stats = r->engine.stats;
+	service_set_stats(d, &r->engine.stats);
 	account(d, r);
+	log_request(r);
 	if (r->session)
 		r->session->context_used = r->engine.context_used;
 	if (r->engine.error != ERROR_NONE) {

@@ -30,6 +30,7 @@ struct request {
 	size_t n_messages;
 	const char *text; /* Complete, Tokenize */
 	size_t text_len;
+	int want; /* enum use; -1: whatever is loaded */
 	bool continuation, thinking;
 	struct logit_bias *bias;
 	const char *stop[REPLY_STOP_MAX];

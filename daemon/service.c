@@ -4,7 +4,10 @@
  *
  * Refuses to know the socket and the methods. Invariant: while state is AVAILABLE, model is the one that the engine has.
  */
+#include "daemon/bus.h"
 #include "daemon/conn.h"
+#include "daemon/lease.h"
+#include "daemon/messages.h"
 #include "daemon/methods.h"
 #include "daemon/request.h"
 #include "daemon/session.h"
@@ -14,9 +17,8 @@
 #include <sys/stat.h>
 #include <systemd/sd-daemon.h>
 
-#define MODELS_DIRECTORY "/var/lib/residentd/models"
-#define DRAIN_US         4000000 /* running answers may end by themselves this long... */
-#define DEADLINE_US      4700000 /* ...and the process ends within 5 s whatever happens */
+#define DRAIN_US    4000000 /* running answers may end by themselves this long... */
+#define DEADLINE_US 4700000 /* ...and the process ends within 5 s whatever happens */
 
 static const char *const no_model_text =
 	"no model: add one with `residentctl model add FILE.gguf` and reload the service, or start "
@@ -43,6 +45,21 @@ enum error_code service_check(const struct daemon *d, const char **ret_text)
 	case SERVICE_STOPPING: return ERROR_STOPPING;
 	}
 	return ERROR_INTERNAL;
+}
+
+enum error_code service_check_client(const struct conn *c, const char **ret_text)
+{
+	enum error_code code;
+
+	*ret_text = "policy does not allow it";
+	if (!c->limits.allow)
+		return ERROR_NOT_AUTHORIZED;
+	code = service_check(c->daemon, ret_text);
+	if (code == ERROR_NONE && !policy_model_allowed(&c->limits, c->daemon->model->name)) {
+		*ret_text = "policy does not allow this model";
+		return ERROR_NOT_AUTHORIZED;
+	}
+	return code;
 }
 
 uint64_t rate_per_second_milli(const struct rate *r)
@@ -73,14 +90,26 @@ struct uid_usage *usage_of(struct daemon *d, uid_t uid)
 	return &d->usage[d->n_usage++];
 }
 
-static void set_state(struct daemon *d, enum service_state state)
+void service_set_stats(struct daemon *d, const struct engine_stats *stats)
+{
+	bool evicted = stats->n_evicted != d->stats.n_evicted;
+
+	d->stats = *stats;
+	if (evicted)
+		bus_evicted(d, stats->kv_bytes_used);
+}
+
+void service_set_state(struct daemon *d, enum service_state state)
 {
 	d->state = state;
+	bus_state_changed(d);
 	if (state == SERVICE_AVAILABLE)
 		(void)sd_notifyf(0, "STATUS=available: %s", d->model->name);
 	else
 		(void)sd_notifyf(0, "STATUS=%s%s%s", service_state_to_string(state),
 				 d->reason ? ": " : "", d->reason ? d->reason : "");
+	if (state != SERVICE_LOADING)
+		conn_resume_all(d);
 }
 
 static void set_unavailable(struct daemon *d, enum error_code code, const char *reason)
@@ -93,13 +122,17 @@ static void set_unavailable(struct daemon *d, enum error_code code, const char *
 		for (char *p = d->reason; *p; p++)
 			if (*p & 0x80)
 				*p = '?';
-	set_state(d, SERVICE_UNAVAILABLE);
+	service_set_state(d, SERVICE_UNAVAILABLE);
 }
 
 /* Starting is over, with a model or without: clients get answers from now on. */
 static void notify_ready(struct daemon *d)
 {
+	static const char *const fields[] = { MESSAGE_ID_STARTED, NULL };
+
 	(void)sd_notify(0, "READY=1");
+	if (!d->ready_sent)
+		log_fields(LOG_INFO, fields, "ready");
 	d->ready_sent = true;
 }
 
@@ -144,26 +177,6 @@ static void engine_config(const struct daemon *d, struct engine_config *ret)
 	};
 }
 
-/* Which file to load: the option, the configuration, or the default of the models directory. malloc'd. */
-static char *model_path(const struct daemon *d)
-{
-	const char *dir = getenv("RESIDENTD_MODELS");
-	_cleanup_(freep) char *path = NULL;
-	char *real;
-
-	if (d->options.model)
-		return strdup(d->options.model);
-	if (d->config.model_path)
-		return strdup(d->config.model_path);
-	if (asprintf(&path, "%s/default.gguf", dir ? dir : MODELS_DIRECTORY) < 0) {
-		path = NULL;
-		return NULL;
-	}
-	/* A link to the first part of a split model: its name is how the others are found. */
-	real = realpath(path, NULL);
-	return real ? real : TAKE_PTR(path);
-}
-
 static struct model_id identify(const char *path)
 {
 	struct stat st;
@@ -175,10 +188,28 @@ static struct model_id identify(const char *path)
 					  (uint64_t)st.st_mtim.tv_nsec };
 }
 
+/* path: NULL unloads. Taken. */
+int service_post_load(struct daemon *d, char *path)
+{
+	struct engine_load *load = calloc(1, sizeof(*load));
+
+	if (!load) {
+		free(path);
+		return -ENOMEM;
+	}
+	d->loading_id = path ? identify(path) : (struct model_id){};
+	load->path = path;
+	engine_config(d, &load->config);
+	load->mail.kind = ENGINE_LOAD;
+	d->loading = load;
+	service_set_state(d, SERVICE_LOADING);
+	engine_post(d->engine, &load->mail);
+	return 0;
+}
+
 static void start_load(struct daemon *d)
 {
-	_cleanup_(freep) char *path = model_path(d);
-	struct engine_load *load;
+	_cleanup_(freep) char *path = models_path(d);
 
 	if (path && !d->options.model && !d->config.model_path && access(path, F_OK) < 0 &&
 	    errno == ENOENT) {
@@ -189,29 +220,32 @@ static void start_load(struct daemon *d)
 		notify_ready(d);
 		return;
 	}
-	load = calloc(1, sizeof(*load));
-	if (!path || !load) {
-		free(load);
-		log_error("no memory to load a model%s", d->model ? "; the previous one stays" : "");
-		if (!d->model)
-			set_unavailable(d, ERROR_NO_MEMORY, "no memory to load the model");
-		notify_ready(d);
+	if (path && service_post_load(d, TAKE_PTR(path)) == 0)
 		return;
-	}
-	d->loading_id = identify(path);
-	load->path = TAKE_PTR(path);
-	engine_config(d, &load->config);
-	load->mail.kind = ENGINE_LOAD;
-	d->loading = load;
-	set_state(d, SERVICE_LOADING);
-	engine_post(d->engine, &load->mail);
+	log_error("no memory to load a model%s", d->model ? "; the previous one stays" : "");
+	if (!d->model)
+		set_unavailable(d, ERROR_NO_MEMORY, "no memory to load the model");
+	notify_ready(d);
+}
+
+static void on_loaded_nothing(struct daemon *d)
+{
+	session_close_all(d);
+	d->model = model_unref(d->model);
+	d->model_id = (struct model_id){};
+	log_notice("the model was unloaded");
 }
 
 static void on_loaded(struct daemon *d, struct engine_load *load)
 {
+	char model[300];
+	const char *fields[] = { MESSAGE_ID_MODEL_LOADED, model, NULL };
+
 	d->loading = NULL;
-	d->stats = load->stats;
-	if (load->err == 0) {
+	service_set_stats(d, &load->stats);
+	if (load->err == 0 && !load->model) {
+		on_loaded_nothing(d);
+	} else if (load->err == 0) {
 		d->engine_config = load->config;
 		session_close_all(d);
 		model_unref(d->model);
@@ -219,7 +253,9 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 		d->model_id = d->loading_id;
 		free(d->reason);
 		d->reason = NULL;
-		log_notice("model %s: %s, %" PRIu64 " parameters, %" PRIu64
+		snprintf(model, sizeof(model), "MODEL=%s", d->model->name);
+		log_fields(LOG_NOTICE, fields,
+			   "model %s: %s, %" PRIu64 " parameters, %" PRIu64
 			   " bytes, context %u, %u threads (%s)",
 			   d->model->name, d->model->arch->name, d->model->n_params,
 			   d->model->weight_bytes, d->stats.context, d->stats.threads,
@@ -229,17 +265,25 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 				    d->model->template_error ? d->model->template_error
 							     : "no chat template");
 	} else {
-		log_error("cannot load the model: %s%s",
-			  load->error ? load->error : strerror(-load->err),
-			  d->model ? "; the previous one stays" : "");
+		fields[0] = MESSAGE_ID_MODEL_FAILED;
+		snprintf(model, sizeof(model), "MODEL=%s", load->path ? load->path : "");
+		log_fields(LOG_ERR, fields, "cannot load the model: %s%s",
+			   load->error ? load->error : strerror(-load->err),
+			   d->model ? "; the previous one stays" : "");
 	}
 	if (d->state != SERVICE_STOPPING) {
+		bus_model_changed(d);
 		if (d->model)
-			set_state(d, SERVICE_AVAILABLE);
+			service_set_state(d, SERVICE_AVAILABLE);
+		else if (load->err == 0)
+			set_unavailable(
+				d, ERROR_NO_MODEL,
+				"the model was unloaded: load one with `residentctl model load NAME`");
 		else
 			set_unavailable(d, load->err == -ENOENT ? ERROR_NO_MODEL : ERROR_MODEL_BROKEN,
 					load->error ? load->error : strerror(-load->err));
 		notify_ready(d);
+		service_touch(d);
 	}
 	free(load->path);
 	free(load->error);
@@ -255,7 +299,7 @@ void service_clone(struct daemon *d, struct conn *c, struct session *s, bool kee
 {
 	struct engine_clone *clone = calloc(1, sizeof(*clone));
 	struct session *to;
-	int r = clone ? session_open(d, c->uid, c, keep, &to) : -ENOMEM;
+	int r = clone ? session_open(d, c, keep, &to) : -ENOMEM;
 
 	if (r < 0) {
 		free(clone);
@@ -284,7 +328,7 @@ static void on_cloned(struct daemon *d, struct engine_clone *clone)
 		if (s->engine == clone->to)
 			to = s;
 	}
-	d->stats = clone->stats;
+	service_set_stats(d, &clone->stats);
 	if (c) {
 		c->clone = NULL;
 		if (clone->err < 0 || !to)
@@ -335,6 +379,14 @@ int service_start(struct daemon *d)
 
 	if (r < 0)
 		return r;
+	d->state_dir = getenv("STATE_DIRECTORY");
+	d->runtime_dir = getenv("RUNTIME_DIRECTORY");
+	r = service_read_policy(d);
+	if (r >= 0)
+		r = service_open_quota(d);
+	if (r < 0)
+		return r;
+	bus_start(d);
 	r = workers_new(2, &d->mail, &d->workers);
 	if (r >= 0)
 		r = engine_new(&d->mail, &d->engine);
@@ -350,38 +402,6 @@ static bool same_engine(const struct engine_config *a, const struct engine_confi
 {
 	return a->threads == b->threads && a->context == b->context && a->batch_tok == b->batch_tok &&
 	       a->kv_bytes_max == b->kv_bytes_max && a->kv_f16 == b->kv_f16;
-}
-
-/* Reads the configuration anew into *ret; warnings go to the log. */
-static int read_config(const struct daemon *d, struct config *ret)
-{
-	struct buf warnings = {};
-	char *line, *save = NULL;
-	int r;
-
-	config_defaults(ret);
-	r = d->options.config ? config_read(ret, d->options.config, &warnings)
-			      : config_read_layers(ret, "", &warnings);
-	for (line = warnings.data ? strtok_r(warnings.data, "\n", &save) : NULL; line;
-	     line = strtok_r(NULL, "\n", &save))
-		log_warning("%s", line);
-	buf_done(&warnings);
-	return r;
-}
-
-int service_read_config(struct daemon *d)
-{
-	struct config c;
-	int r = read_config(d, &c);
-
-	if (r < 0) {
-		config_done(&c);
-		return r;
-	}
-	config_done(&d->config);
-	d->config = c;
-	log_set_level(c.log_level);
-	return 0;
 }
 
 void service_reload(struct daemon *d)
@@ -401,8 +421,9 @@ void service_reload(struct daemon *d)
 	r = service_read_config(d);
 	if (r < 0)
 		log_error("cannot read the configuration: %s, keeping the one in force", strerror(-r));
+	(void)service_read_policy(d);
 	engine_config(d, &wanted);
-	path = model_path(d);
+	path = models_path(d);
 	id = path ? identify(path) : d->model_id;
 	log_info("configuration reloaded");
 	/* Against what the engine has, not what was asked before: a load that failed is tried again. */
@@ -412,59 +433,6 @@ void service_reload(struct daemon *d)
 		return;
 	}
 	start_load(d);
-}
-
-static int on_deadline(sd_event_source *source, uint64_t usec, void *arg)
-{
-	struct daemon *d = arg;
-
-	(void)source;
-	(void)usec;
-	return sd_event_exit(d->event, 0);
-}
-
-static int on_drained(sd_event_source *source, uint64_t usec, void *arg)
-{
-	struct daemon *d = arg;
-
-	(void)source;
-	(void)usec;
-	for (struct request *r = d->requests; r; r = r->next)
-		atomic_store(&r->engine.gone, true);
-	d->engine_quit = true;
-	engine_quit(d->engine);
-	service_check_stop(d);
-	return 0;
-}
-
-void service_stop(struct daemon *d)
-{
-	if (d->state == SERVICE_STOPPING) {
-		(void)on_drained(NULL, 0, d);
-		return;
-	}
-	(void)sd_notify(0, "STOPPING=1");
-	engine_refuse_loads(d->engine);
-	set_state(d, SERVICE_STOPPING);
-	log_info("stopping: %zu requests to finish", d->n_requests);
-	d->listen_source = sd_event_source_disable_unref(d->listen_source);
-	(void)sd_event_add_time_relative(d->event, &d->stop_timer, CLOCK_MONOTONIC, DRAIN_US, 1000,
-					 on_drained, d);
-	if (sd_event_add_time_relative(d->event, &d->stop_deadline, CLOCK_MONOTONIC, DEADLINE_US,
-				       1000, on_deadline, d) < 0)
-		(void)sd_event_exit(d->event, 0);
-	service_check_stop(d);
-}
-
-void service_check_stop(struct daemon *d)
-{
-	if (d->state != SERVICE_STOPPING || d->n_requests > 0 || d->loading)
-		return;
-	/* Last answers leave first; a reader who does not come for them meets the deadline, or a second signal. */
-	for (const struct conn *c = d->conns; c && !d->engine_quit; c = c->next)
-		if (c->out.len > 0)
-			return;
-	(void)sd_event_exit(d->event, 0);
 }
 
 void service_done(struct daemon *d)
@@ -481,12 +449,19 @@ void service_done(struct daemon *d)
 		session_close_all(d);
 		d->engine = engine_free(d->engine);
 	}
+	lease_free_all(d);
+	bus_stop(d);
 	if (d->mail.tail)
 		mailbox_done(&d->mail);
 	sd_event_source_disable_unref(d->mail_source);
 	sd_event_source_disable_unref(d->session_timer);
 	sd_event_source_disable_unref(d->stop_timer);
 	sd_event_source_disable_unref(d->stop_deadline);
+	sd_event_source_disable_unref(d->quota_timer);
+	sd_event_source_disable_unref(d->idle_timer);
+	d->quota = quota_close(d->quota);
+	d->policy = policy_free(d->policy);
+	uses_done(&d->uses);
 	model_unref(d->model);
 	free(d->reason);
 	free(d->usage);

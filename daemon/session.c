@@ -6,6 +6,10 @@
  */
 #include "daemon/session.h"
 
+#include "daemon/bus.h"
+#include "daemon/conn.h"
+#include "daemon/messages.h"
+
 #include <sys/random.h>
 
 static int make_id(char id[SESSION_ID_LEN + 1])
@@ -71,19 +75,38 @@ static void arm_timer(struct daemon *d)
 	(void)sd_event_source_set_enabled(d->session_timer, SD_EVENT_ONESHOT);
 }
 
-int session_open(struct daemon *d, uid_t uid, struct conn *owner, bool keep, struct session **ret)
+/* At most once a minute and user. */
+static void tell_limit(struct daemon *d, uid_t uid)
 {
+	struct uid_usage *u = usage_of(d, uid);
+	char field[32];
+	const char *const fields[] = { MESSAGE_ID_SESSION_LIMIT, field, NULL };
+
+	if (!u || (u->sessions_told > 0 && now_us() - u->sessions_told < 60000000))
+		return;
+	u->sessions_told = now_us();
+	snprintf(field, sizeof(field), "UID=%u", uid);
+	log_fields(LOG_NOTICE, fields,
+		   "uid %u may open no more sessions (%zu are open, %zu of them his)", uid,
+		   d->n_sessions, session_count(d, uid));
+}
+
+int session_open(struct daemon *d, struct conn *owner, bool keep, struct session **ret)
+{
+	uint32_t max = MIN(d->config.sessions_per_user, owner->limits.sessions);
+	uid_t uid = owner->uid;
 	struct session *s;
 	int r;
 
-	if (d->n_sessions >= d->config.sessions_max ||
-	    session_count(d, uid) >= d->config.sessions_per_user)
+	if (d->n_sessions >= d->config.sessions_max || session_count(d, uid) >= max) {
+		tell_limit(d, uid);
 		return -EUSERS;
+	}
 	s = calloc(1, sizeof(*s));
 	if (!s)
 		return -ENOMEM;
 	r = make_id(s->id);
-	if (r == 0 && !(s->engine = engine_session_new()))
+	if (r == 0 && !(s->engine = engine_session_new(uid)))
 		r = -ENOMEM;
 	if (r < 0) {
 		free(s);
@@ -99,6 +122,8 @@ int session_open(struct daemon *d, uid_t uid, struct conn *owner, bool keep, str
 	d->sessions = s;
 	d->n_sessions++;
 	arm_timer(d);
+	service_touch(d);
+	bus_session_added(d, s);
 	*ret = s;
 	return 0;
 }
@@ -122,6 +147,8 @@ void session_close(struct daemon *d, struct session *s)
 	if (s->next)
 		s->next->prev = s->prev;
 	d->n_sessions--;
+	service_touch(d);
+	bus_session_removed(d, s);
 	engine_session_free(d->engine, s->engine);
 	free(s);
 }

@@ -24,8 +24,8 @@ struct session {
 	uint64_t used_us;
 };
 
-/* -EUSERS: too many (of this user, or in all); -ENOMEM. */
-int session_open(struct daemon *d, uid_t uid, struct conn *owner, bool keep, struct session **ret);
+/* For the connection's user; -EUSERS: too many (of this user, or in all); -ENOMEM. */
+int session_open(struct daemon *d, struct conn *owner, bool keep, struct session **ret);
 /* NULL when there is none of this id that belongs to uid. */
 struct session *session_find(struct daemon *d, uid_t uid, const char *id);
 void session_close(struct daemon *d, struct session *s); /* at once, or when what runs on it has ended */

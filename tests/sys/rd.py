@@ -154,7 +154,7 @@ class Client:
 def check_error(e):
     """Every error of the interface has its number and a message for people."""
     number, message = e.parameters.get("number"), e.parameters.get("message")
-    assert isinstance(number, int) and 1 <= number <= 16, f"{e.name} without its number: {e.parameters}"
+    assert isinstance(number, int) and 1 <= number <= 18, f"{e.name} without its number: {e.parameters}"
     assert isinstance(message, str) and message, f"{e.name} without a message: {e.parameters}"
 
 
@@ -184,6 +184,8 @@ class Daemon:
                                     "WATCHDOG_PID", "JOURNAL_STREAM")}
         if sanitized():  # freed memory that ASan keeps would look like a leak to the cases that watch the size
             environment["ASAN_OPTIONS"] = environment.get("ASAN_OPTIONS", "") + ":quarantine_size_mb=4"
+        # A private service has no business on the machine's bus.
+        environment["DBUS_SYSTEM_BUS_ADDRESS"] = "unix:path=/nonexistent"
         environment.update(env or {})
         if sockets is not None:
             # The number of the process that will be residentd is known to itself only.

@@ -24,6 +24,8 @@ static void numbers_never_change(void **state)
 		"Cancelled",
 		"Stopping",
 		"Internal",
+		"QuotaExceeded",
+		"NoSuchModel",
 	};
 	char varlink[64], dbus[64];
 

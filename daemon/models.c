@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * models.c: which model file is meant: the command line's, the configuration's, the default of the models directory, or one by name. Loop
+ * thread. Refuses to know what is in a file. Invariant: a name that comes from a client never leaves the models directory.
+ */
+#include "daemon/daemon.h"
+
+#define MODELS_DIRECTORY "/var/lib/residentd/models"
+
+static const char *models_directory(void)
+{
+	const char *dir = getenv("RESIDENTD_MODELS");
+
+	return dir ? dir : MODELS_DIRECTORY;
+}
+
+/* Which file to load: the option, the configuration, or the default of the models directory. malloc'd. */
+char *models_path(const struct daemon *d)
+{
+	_cleanup_(freep) char *path = NULL;
+	char *real;
+
+	if (d->options.model)
+		return strdup(d->options.model);
+	if (d->config.model_path)
+		return strdup(d->config.model_path);
+	if (asprintf(&path, "%s/default.gguf", models_directory()) < 0) {
+		path = NULL;
+		return NULL;
+	}
+#ifdef RESIDENTD_TOY_MODEL
+	/* So that the first request after an installation is answered, by something that says what it is. */
+	if (!getenv("RESIDENTD_MODELS") && access(path, F_OK) < 0 && errno == ENOENT &&
+	    access(RESIDENTD_TOY_MODEL, R_OK) == 0)
+		return strdup(RESIDENTD_TOY_MODEL);
+#endif
+	/* A link to the first part of a split model: its name is how the others are found. */
+	real = realpath(path, NULL);
+	return real ? real : TAKE_PTR(path);
+}
+
+/* A name of the models directory, with or without .gguf; never a path. */
+static bool valid_name(const char *name)
+{
+	return name[0] && name[0] != '.' && !strchr(name, '/') && strlen(name) <= 200;
+}
+
+static int make_default(const char *dir, const char *file)
+{
+	_cleanup_(freep) char *link = NULL, *temporary = NULL;
+
+	if (asprintf(&link, "%s/default.gguf", dir) < 0)
+		link = NULL;
+	if (asprintf(&temporary, "%s/.default.%d", dir, getpid()) < 0)
+		temporary = NULL;
+	if (!link || !temporary)
+		return -ENOMEM;
+	(void)unlink(temporary);
+	if (symlink(file, temporary) < 0)
+		return -errno;
+	if (rename(temporary, link) < 0) {
+		int r = -errno;
+
+		(void)unlink(temporary);
+		return r;
+	}
+	return 0;
+}
+
+int service_load_model(struct daemon *d, const char *name, bool as_default, char **ret_error)
+{
+	_cleanup_(freep) char *path = NULL, *file = NULL;
+	const char *dir = models_directory();
+	size_t len = strlen(name);
+	int r;
+
+	if (d->state == SERVICE_STOPPING)
+		return fail(ret_error, -ESHUTDOWN, "the service is stopping");
+	if (d->loading)
+		return fail(ret_error, -EBUSY, "a model is being loaded");
+	if (!valid_name(name))
+		return fail(ret_error, -EINVAL,
+			    "a model has a name of the models directory, not a path");
+	if (asprintf(&file, "%s%s", name, len > 5 && streq(name + len - 5, ".gguf") ? "" : ".gguf") < 0)
+		file = NULL;
+	if (!file || asprintf(&path, "%s/%s", dir, file) < 0)
+		return fail(ret_error, -ENOMEM, "no memory");
+	if (access(path, R_OK) < 0)
+		return fail(ret_error, -errno, "%s: %s", file, strerror(errno));
+	if (as_default) {
+		r = make_default(dir, file);
+		if (r < 0)
+			return fail(ret_error, r, "cannot make %s the default: %s", file, strerror(-r));
+	}
+	return service_post_load(d, TAKE_PTR(path));
+}
+
+int service_unload_model(struct daemon *d)
+{
+	if (d->state == SERVICE_STOPPING)
+		return -ESHUTDOWN;
+	return d->loading ? -EBUSY : service_post_load(d, NULL);
+}

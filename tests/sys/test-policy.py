@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""What policy allows: to whom, how much, how many at once; shares of time; what changes with a reload; idle exit."""
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+
+from rd import OURS, Client, Daemon, Error, Skip, case, check_error, eventually, main, slow, text_of, user
+
+QUESTION = {"messages": user("What is 17 x 23?"), "options": {"temperature": 0, "max_thinking_tokens": 0}}
+
+
+class Ruled(contextlib.AbstractContextManager):
+    """A residentd with a root of its own for policy and state; `rules` is the text of one policy file."""
+
+    def __init__(self, rules, files=None, **daemon):
+        self.root = tempfile.mkdtemp(prefix="rp-", dir="/tmp")
+        os.chmod(self.root, 0o755)
+        self.put("etc/residentd/policy.d/50-test.conf", rules)
+        for path, text in (files or {}).items():
+            self.put(path, text)
+        os.makedirs(os.path.join(self.root, "state"))
+        env = {"RESIDENTD_ROOT": self.root, "STATE_DIRECTORY": os.path.join(self.root, "state")}
+        self.daemon_options = dict(daemon, env=dict(env, **daemon.get("env", {})))
+        self.daemon = None
+
+    def put(self, path, text):
+        path = os.path.join(self.root, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text)
+
+    def start(self):
+        self.daemon = Daemon(**self.daemon_options)
+        return self.daemon
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *e):
+        try:
+            if self.daemon:
+                self.daemon.__exit__(*e)
+        finally:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def rules(self, text):
+        """New rules, in force when this returns."""
+        before = self.daemon.log().count("policy read anew")
+        self.put("etc/residentd/policy.d/50-test.conf", text)
+        self.daemon.process.send_signal(signal.SIGHUP)
+        eventually("the rules are read", lambda: self.daemon.log().count("policy read anew") > before)
+
+
+@contextlib.contextmanager
+def as_user(path, uid):
+    """A client of another user: connected by a child, which hands the connection over."""
+    if os.getuid() != 0:
+        raise Skip("needs root to become another user")
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
+                s.connect(path)
+                socket.send_fds(theirs, [b"x"], [s.fileno()])
+        finally:
+            os._exit(0)
+    theirs.close()
+    _, fds, _, _ = socket.recv_fds(ours, 1, 1)
+    os.waitpid(pid, 0)
+    ours.close()
+    client = Client.__new__(Client)
+    client.__dict__.update(vars(Client(path)))
+    client.sock.close()
+    client.sock = socket.socket(fileno=fds[0])
+    client.sock.settimeout(60)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@case
+def who_is_not_allowed():
+    with Ruled("[User root]\nAllow=no\n") as r:
+        with r.daemon.client() as c:
+            for method, parameters in (("Chat", QUESTION), ("Complete", {"prompt": "a"}), ("OpenSession", {}),
+                                       ("Tokenize", {"text": "a"})):
+                refused = c.expect(OURS + "NotAuthorized", method, parameters)
+                assert refused["number"] == 13, refused
+            assert c.call("GetAvailability")["state"] == "available"
+        with as_user(r.daemon.socket, 65534) as c:
+            assert c.call("Chat", QUESTION)["text"] == "17 x 23 = 391."
+        r.rules("[Default]\nAllow=yes\n")
+        r.daemon.check_alive()
+
+
+@case
+def group_and_default():
+    with Ruled("[Default]\nAllow=no\n[Group 0]\nAllow=yes\n") as r:
+        r.daemon.check_alive()
+        with as_user(r.daemon.socket, 65534) as c:
+            c.expect(OURS + "NotAuthorized", "Chat", QUESTION)
+
+
+@case
+def model_not_allowed():
+    with Ruled("[Default]\nModels=Qwen* Llama*\n") as r:
+        with r.daemon.client() as c:
+            refused = c.expect(OURS + "NotAuthorized", "Chat", QUESTION)
+            assert "model" in refused["message"], refused
+        r.rules("[Default]\nModels=Tiny*\n")
+        r.daemon.check_alive()
+
+
+@case
+def sessions_and_queue():
+    with Ruled("[Default]\nSessions=2\nQueueMax=1\n") as r:
+        with r.daemon.client() as c, r.daemon.client() as other:
+            first = c.call("OpenSession")["session"]
+            c.call("OpenSession")
+            c.expect(OURS + "TooManySessions", "OpenSession")
+            c.call("CloseSession", {"session": first})
+            c.call("OpenSession")
+            c.send("Chat", {"messages": user("Tell me a story."), "options": slow()}, more=True)
+            assert c.reply()[0]["request"]
+            refused = other.expect(OURS + "QueueFull", "Chat", QUESTION)
+            assert refused["retry_after_ms"] > 0, refused
+
+
+@case
+def tokens_of_a_day():
+    """The quota counts, refuses with the time until midnight, cuts an answer at what is left, and survives a restart."""
+    with Ruled("[Default]\nTokensPerDay=60\n") as r:
+        with r.daemon.client() as c:
+            said = c.call("Chat", QUESTION)
+            used = said["usage"]["prompt_tokens"] + said["usage"]["answer_tokens"]
+            said = c.call("Complete", {"prompt": "Once", "options": slow()})
+            assert said["stop_reason"] == "length" and said["usage"]["answer_tokens"] <= 60 - used, said
+            refused = c.expect(OURS + "QuotaExceeded", "Chat", QUESTION)
+            assert 0 < refused["retry_after_ms"] <= 25 * 3600 * 1000, refused
+            for _ in range(3):
+                c.expect(OURS + "QuotaExceeded", "Chat", QUESTION)
+        assert r.daemon.log().count("used up today's tokens") == 1, "told once a day"
+        r.daemon.stop()
+        r.start()
+        with r.daemon.client() as c:
+            c.expect(OURS + "QuotaExceeded", "Chat", QUESTION)
+        r.rules("[Default]\nTokensPerDay=infinity\n")
+        r.daemon.check_alive()
+
+
+@case
+def context_and_thinking():
+    with Ruled("[Default]\nContextMax=64\nMaxThinkingTokens=0\n") as r:
+        with r.daemon.client() as c:
+            said = c.call("Chat", {"messages": user("What is 17 x 23?"), "options": {"temperature": 0, "max_thinking_tokens": 100}})
+            assert said["usage"]["thought_tokens"] == 0 and said["text"] == "17 x 23 = 391.", said
+            c.expect(OURS + "ContextFull", "Chat", {"messages": user("a b c d e f g h " * 20)})
+            said = c.call("Complete", {"prompt": "Once", "options": slow()})
+            assert said["stop_reason"] == "context" and said["context_used"] <= 64, said
+
+
+@case
+def memory_of_a_user():
+    with Ruled("[Default]\nKvBytesMax=1K\n") as r:
+        with r.daemon.client() as c:
+            refused = c.expect(OURS + "NoMemory", "Chat", QUESTION)
+            assert "KvBytesMax" in refused["message"], refused
+        r.rules("[Default]\nKvBytesMax=64M\n")
+        r.daemon.check_alive()
+
+
+@case
+def reload_keeps_sessions():
+    with Ruled("[Default]\n") as r:
+        with r.daemon.client() as c:
+            session = c.call("OpenSession")["session"]
+            c.call("Send", dict(QUESTION, session=session))
+            r.rules("[Default]\nWeight=300\n")
+            said = c.call("Send", dict(QUESTION, session=session))
+            assert said["usage"]["cached_tokens"] > 0, said
+
+
+@case
+def users_share_the_time():
+    """While one user's long answers wait in line, another's short one begins at once and both go on."""
+    with Ruled("[Default]\n") as r, contextlib.ExitStack() as stack:
+        busy = [stack.enter_context(r.daemon.client()) for _ in range(3)]
+        streams = [c.stream("Chat", {"messages": user("Tell me a story."), "options": slow()}) for c in busy]
+        next(f for f in streams[0] if f.get("text"))
+        other = stack.enter_context(as_user(r.daemon.socket, 65534))
+        assert text_of(other.stream("Chat", QUESTION)) == "17 x 23 = 391."
+        # The first of the three still runs: it was not waited for.
+        assert r.daemon.status()["running"] >= 1
+        assert next(streams[0])
+
+
+@case
+def what_is_wanted():
+    files = {"usr/lib/residentd/models.d/10.conf": "[code]\nModels=*Coder*\n[chat]\nModels=Tiny*\n"}
+    with Ruled("[Default]\n", files=files) as r:
+        with r.daemon.client() as c:
+            for want in ("chat", "small", "best"):
+                c.call("Chat", {"messages": user("Hello"), "options": {"want": want, "max_tokens": 2}})
+            refused = c.expect(OURS + "NoSuchModel", "Chat", {"messages": user("Hello"), "options": {"want": "code"}})
+            assert refused["number"] == 18, refused
+
+
+@case
+def bad_rules_are_told_and_ignored():
+    with Ruled("[Default]\nAllow=perhaps\nWeight=0\n[Nobody]\nAllow=no\n") as r:
+        log = r.daemon.log()
+        for line in (2, 3, 4):
+            assert f"50-test.conf:{line}: " in log, log
+        r.daemon.check_alive()
+
+
+@case
+def idle_exit():
+    """With systemd's socket the service ends when nobody needs it; a session that is kept, or a client, keeps it."""
+    with tempfile.TemporaryDirectory(prefix="ri-", dir="/tmp") as d:
+        path = os.path.join(d, "s")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(path)
+            listener.listen(64)
+            with Daemon(sockets=[listener], path=path, conf={"Service": {"IdleExitSec": "1s"}}) as daemon:
+                with daemon.client() as c:
+                    session = c.call("OpenSession", {"keep": True})["session"]
+                    time.sleep(1.5)
+                    c.call("Send", dict(QUESTION, session=session))
+                time.sleep(1.5)
+                with daemon.client() as c:
+                    c.call("CloseSession", {"session": session})
+                assert daemon.process.wait(20) == 0
+                assert "idle" in daemon.log(), daemon.log()
+            # The next client waits in systemd's socket and is answered by the next start.
+            with Client(path) as early:
+                early.send("Chat", QUESTION)
+                with Daemon(sockets=[listener], path=path, wait=False):
+                    assert early.reply()[0]["text"] == "17 x 23 = 391."
+
+
+if __name__ == "__main__":
+    main()
