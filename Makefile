@@ -10,10 +10,16 @@ O ?= build
 PREFIX ?= /usr/local
 BINDIR ?= $(PREFIX)/bin
 SBINDIR ?= $(PREFIX)/sbin
+LIBEXECDIR ?= $(PREFIX)/libexec
 LIBDIR ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include
 DATADIR ?= $(PREFIX)/share
 MANDIR ?= $(DATADIR)/man
+SYSCONFDIR ?= /etc
+VENDORDIR ?= $(PREFIX)/lib
+UNITDIR ?= $(VENDORDIR)/systemd/system
+BASHDIR ?= $(DATADIR)/bash-completion/completions
+ZSHDIR ?= $(DATADIR)/zsh/site-functions
 
 ifeq ($(origin CC),default)
 CC = gcc
@@ -49,12 +55,14 @@ BASE_LDFLAGS = -Wl,-z,relro,-z,now $(if $(SANITIZE),-fsanitize=$(SANITIZE))
 # pkg-config runs when a recipe first needs it, not when this file is read: `make deps` may have to install it first.
 lazy = $(eval $(1) := $(shell $(PKG_CONFIG) $(2) 2>/dev/null))$($(1))
 DAEMON_PKGS = libsystemd libpcre2-8 jansson
-PKG_CFLAGS = $(call lazy,PKG_CFLAGS,--cflags $(DAEMON_PKGS) libedit)
+PKG_CFLAGS = $(call lazy,PKG_CFLAGS,--cflags $(DAEMON_PKGS) dbus-1 libedit)
 PKG_LIBS = $(call lazy,PKG_LIBS,--libs $(DAEMON_PKGS))
 DAEMON_LIBS = $(PKG_LIBS) -lm -pthread
 CLIENT_LIBS = $(call lazy,CLIENT_LIBS,--libs jansson)
+CONTROL_LIBS = $(call lazy,CONTROL_LIBS,--libs dbus-1)
 EDIT_LIBS = $(call lazy,EDIT_LIBS,--libs libedit)
 TEST_LIBS = $(call lazy,TEST_LIBS,--libs cmocka)
+HASH_LIBS = $(call lazy,HASH_LIBS,--libs nettle)
 
 COMPILE = $(CC) $(BASE_CFLAGS) $(PKG_CFLAGS) $(CPPFLAGS) $(CFLAGS) -MMD -MP
 LINK = $(CC) $(BASE_LDFLAGS) $(CFLAGS) $(LDFLAGS)
@@ -65,9 +73,13 @@ LIB_SRC := $(filter-out daemon/main.c,$(wildcard daemon/*.c daemon/model/*.c dae
 LIB_OBJ := $(LIB_SRC:%.c=$(O)/obj/%.o)
 CLIENT_LIB_SRC := client/libresident.c client/wire.c daemon/varlink.c daemon/errors.c daemon/base.c
 CLIENT_LIB_OBJ := $(CLIENT_LIB_SRC:%.c=$(O)/pic/%.o)
-RESIDENT_SRC := $(filter-out $(CLIENT_LIB_SRC) client/residentctl.c client/install.c client/example.c,$(wildcard client/*.c))
+CONTROL_OBJ := $(patsubst %,$(O)/pic/%.o,client/control daemon/errors daemon/base)
+RESIDENT_SRC := $(patsubst %,client/%.c,resident ask chat repl report terminal transcript)
 RESIDENT_OBJ := $(RESIDENT_SRC:%.c=$(O)/obj/%.o)
-RESIDENTCTL_OBJ := $(patsubst %,$(O)/obj/client/%.o,residentctl install report terminal)
+RESIDENTCTL_SRC := $(wildcard client/ctl*.c) $(patsubst %,client/%.c,residentctl install report terminal)
+RESIDENTCTL_OBJ := $(RESIDENTCTL_SRC:%.c=$(O)/obj/%.o)
+
+IMPORT_OBJ := $(patsubst %.c,$(O)/obj/%.o,$(filter-out %/main.c,$(wildcard daemon/import/*.c)))
 
 UNIT := $(patsubst %.c,$(O)/%,$(wildcard tests/unit/test-*.c))
 FUZZ := $(patsubst %.c,$(O)/%,$(wildcard tests/fuzz/fuzz-*.c))
@@ -75,21 +87,33 @@ BENCH := $(patsubst %.c,$(O)/%,$(wildcard tests/bench/*.c))
 PARITY := $(O)/tests/parity/residentd-logits $(O)/tests/parity/compare-logits
 SCRIPTS := $(wildcard tests/golden/test-*.py tests/sys/test-*.py)
 MAN := $(wildcard packaging/man/*.[1-8])
+COMPLETIONS := $(notdir $(wildcard packaging/completions/*))
+TOY_MODEL := tiny-qwen35moe-stories-q8_0.gguf
 C_FILES := $(wildcard daemon/*.[ch] daemon/*/*.[ch] kernels/*/*.[ch] client/*.[ch] tests/*.h tests/*/*.[ch])
 
-PROGRAMS := $(O)/residentd $(O)/resident $(O)/residentctl
+PROGRAMS := $(O)/residentd $(O)/residentd-import $(O)/resident $(O)/residentctl
 LIBRARIES := $(O)/libresident.so $(O)/libresident.a $(O)/libresident.pc
+UNITS := $(O)/residentd.service $(O)/residentd-import@.service
+# A drop-in N-NAME.conf is for systemd N and later. What a package is built with, it will run with.
+SYSTEMD_VERSION ?= $(call lazy,SYSTEMD_VERSION,--modversion libsystemd)
+DROPINS = $(foreach f,$(wildcard units/residentd.service.d/*.conf),$(shell \
+	[ $(firstword $(subst -, ,$(notdir $(f)))) -le "$(firstword $(subst ., ,$(SYSTEMD_VERSION)))" ] && echo $(f)))
 
 .PHONY: all
-all: $(PROGRAMS) $(LIBRARIES)
+all: $(PROGRAMS) $(LIBRARIES) $(UNITS)
 
 $(O)/residentd: $(O)/obj/daemon/main.o $(O)/libresidentd.a
 	$(say) LINK $@
 	$(Q)$(LINK) -pie -o $@ $^ $(DAEMON_LIBS)
 
-$(O)/residentctl: $(RESIDENTCTL_OBJ) $(O)/libresident.a $(O)/libresidentd.a
+$(O)/residentd-import: $(O)/obj/daemon/import/main.o $(IMPORT_OBJ) $(O)/libresidentd.a
 	$(say) LINK $@
-	$(Q)$(LINK) -pie -o $@ $^ $(DAEMON_LIBS)
+	$(Q)$(LINK) -pie -o $@ $^ $(DAEMON_LIBS) $(HASH_LIBS)
+
+# With what residentd-import does, for a models directory of one's own.
+$(O)/residentctl: $(RESIDENTCTL_OBJ) $(IMPORT_OBJ) $(O)/libresident.a $(O)/libresidentd.a
+	$(say) LINK $@
+	$(Q)$(LINK) -pie -o $@ $^ $(DAEMON_LIBS) $(CONTROL_LIBS) $(HASH_LIBS)
 
 # The programs carry the library inside, so that one file can be copied to another machine.
 $(O)/resident: $(RESIDENT_OBJ) $(O)/obj/daemon/base.o $(O)/libresident.a
@@ -100,25 +124,34 @@ $(O)/libresidentd.a: $(LIB_OBJ)
 	$(say) AR $@
 	$(Q)rm -f $@ && $(AR) rcs $@ $^
 
-$(O)/libresident.so.$(SOVERSION): $(CLIENT_LIB_OBJ) client/libresident.map
+$(O)/libresident.so.$(SOVERSION): $(CLIENT_LIB_OBJ) $(O)/pic/client/control.o client/libresident.map
 	$(say) LINK $@
 	$(Q)$(LINK) -shared -Wl,-soname,$(@F) -Wl,--version-script=client/libresident.map $(if $(SANITIZE),,-Wl,-z,defs) \
-		-o $@ $(CLIENT_LIB_OBJ) $(CLIENT_LIBS)
+		-o $@ $(filter %.o,$^) $(CLIENT_LIBS) $(CONTROL_LIBS)
 
 $(O)/libresident.so: $(O)/libresident.so.$(SOVERSION)
 	$(Q)ln -sf $(<F) $@
 
-# One object with the hidden names made local: the static library exports what the shared one does.
-$(O)/libresident.a: $(CLIENT_LIB_OBJ)
+# One object a half, with the hidden names made local: the static library exports what the shared one does, and who
+# does not use the bus does not need libdbus.
+$(O)/pic/libresident.o: $(CLIENT_LIB_OBJ)
+$(O)/pic/control.o: $(CONTROL_OBJ)
+$(O)/pic/libresident.o $(O)/pic/control.o:
+	$(Q)$(CC) -r -nostdlib -o $@ $^
+	$(Q)$(OBJCOPY) --localize-hidden $@
+
+$(O)/libresident.a: $(O)/pic/libresident.o $(O)/pic/control.o
 	$(say) AR $@
-	$(Q)$(CC) -r -nostdlib -o $(O)/pic/libresident.o $^
-	$(Q)$(OBJCOPY) --localize-hidden $(O)/pic/libresident.o
-	$(Q)rm -f $@ && $(AR) rcs $@ $(O)/pic/libresident.o
+	$(Q)rm -f $@ && $(AR) rcs $@ $^
 
 $(O)/libresident.pc: client/libresident.pc.in $(O)/places
 	$(say) GEN $@
 	$(Q)sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@LIBDIR@|$(LIBDIR)|' -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' \
 		-e 's|@VERSION@|$(VERSION)|' $< >$@
+
+$(O)/%.service: units/%.service.in $(O)/places
+	$(say) GEN $@
+	$(Q)sed -e 's|@SBINDIR@|$(SBINDIR)|' -e 's|@LIBEXECDIR@|$(LIBEXECDIR)|' $< >$@
 
 # The scalar kernels are the reference and the fallback, and worth the optimiser's time. Only avx2*.c may use AVX2:
 # the others run before the processor was asked what it can do.
@@ -126,6 +159,10 @@ $(O)/obj/kernels/cpu/%.o: EXTRA = -O3
 ifneq ($(filter x86_64-%,$(shell $(CC) -dumpmachine 2>/dev/null)),)
 $(addprefix $(O)/obj/kernels/cpu/,avx2.o avx2-quant.o): EXTRA = -O3 -mavx2 -mfma -mf16c
 endif
+
+# The model that answers until there is a real one.
+$(O)/obj/daemon/models.o: EXTRA = -DRESIDENTD_TOY_MODEL='"$(DATADIR)/residentd/models/$(TOY_MODEL)"'
+$(O)/obj/daemon/models.o: $(O)/places
 
 # .incbin, which the compiler does not report.
 $(O)/obj/daemon/interface.o: policy/org.residentd.varlink
@@ -142,7 +179,7 @@ $(O)/pic/%.o: %.c $(O)/flags | $(O)/packages
 
 # Other flags than last time: everything is built again; other places: only what names them.
 $(O)/flags: WORDS = $(COMPILE) $(LINK)
-$(O)/places: WORDS = $(PREFIX) $(LIBDIR) $(INCLUDEDIR) $(VERSION)
+$(O)/places: WORDS = $(PREFIX) $(SBINDIR) $(LIBEXECDIR) $(LIBDIR) $(INCLUDEDIR) $(DATADIR) $(VERSION)
 $(O)/flags $(O)/places: FORCE
 	@mkdir -p $(@D)
 	@echo '$(subst ','\'',$(WORDS))' | cmp -s - $@ || echo '$(subst ','\'',$(WORDS))' >$@
@@ -162,7 +199,10 @@ FORCE:
 $(O)/tests/unit/%: $(O)/obj/tests/unit/%.o $(O)/libresidentd.a $(O)/libresident.a
 	$(say) LINK $@
 	@mkdir -p $(@D)
-	$(Q)$(LINK) -pie -o $@ $^ $(TEST_LIBS) $(DAEMON_LIBS)
+	$(Q)$(LINK) -pie -o $@ $(filter %.o,$^) $(filter %.a,$^) $(TEST_LIBS) $(DAEMON_LIBS) $(CONTROL_LIBS)
+
+$(O)/tests/unit/test-import: $(IMPORT_OBJ)
+$(O)/tests/unit/test-import: DAEMON_LIBS += $(HASH_LIBS)
 
 ifneq ($(LIBFUZZER),)
 $(O)/tests/fuzz/%: $(O)/obj/tests/fuzz/%.o $(O)/libresidentd.a $(O)/libresident.a
@@ -206,6 +246,15 @@ asan:
 parity: all $(PARITY)
 	@O=$(O) tests/parity/run-parity.py
 
+# On a real systemd, in a container or (slowly) in a virtual machine. 77: root or a tool is missing, and it says which.
+.PHONY: integration integration-vm
+integration: BOOT = boot-container
+integration-vm: BOOT = boot-vm
+integration integration-vm:
+	@rm -rf $(O)/stage
+	+@$(MAKE) PREFIX=/usr DESTDIR=$(O)/stage install >/dev/null
+	@O=$(O) tests/sys/boot/integration $(BOOT) || [ $$? -eq 77 ]
+
 .PHONY: bench fuzz
 bench: $(BENCH)
 	@for b in $^; do echo "== $$b"; $$b || exit 1; done
@@ -241,26 +290,75 @@ format-check:
 lint:
 	mandoc -T lint -W warning $(MAN)
 
-.PHONY: install uninstall
-install: all
+# Programs and library may lie anywhere; the bus and polkit look for their files under /usr only: for the system service, PREFIX=/usr.
+.PHONY: install install-service uninstall
+install: all install-service
 	$(INSTALL) -d $(DESTDIR)$(BINDIR) $(DESTDIR)$(SBINDIR) $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR) \
-		$(DESTDIR)$(DATADIR)/residentd
+		$(DESTDIR)$(DATADIR)/residentd/models
 	$(INSTALL) -m 0755 $(O)/resident $(O)/residentctl $(DESTDIR)$(BINDIR)/
 	$(INSTALL) -m 0755 $(O)/residentd $(DESTDIR)$(SBINDIR)/
+	$(INSTALL) -D -m 0755 $(O)/residentd-import $(DESTDIR)$(LIBEXECDIR)/residentd/residentd-import
 	$(INSTALL) -m 0755 $(O)/libresident.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/
 	ln -sf libresident.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libresident.so
 	$(INSTALL) -m 0644 $(O)/libresident.a $(DESTDIR)$(LIBDIR)/
 	$(INSTALL) -m 0644 $(O)/libresident.pc $(DESTDIR)$(LIBDIR)/pkgconfig/
-	$(INSTALL) -m 0644 client/resident.h $(DESTDIR)$(INCLUDEDIR)/
-	$(INSTALL) -m 0644 policy/org.residentd.varlink policy/residentd.conf $(DESTDIR)$(DATADIR)/residentd/
+	$(INSTALL) -m 0644 client/resident.h client/resident-control.h $(DESTDIR)$(INCLUDEDIR)/
+	$(INSTALL) -m 0644 policy/org.residentd.varlink $(DESTDIR)$(DATADIR)/residentd/
+	$(INSTALL) -m 0644 tests/models/$(TOY_MODEL) $(DESTDIR)$(DATADIR)/residentd/models/
+	$(INSTALL) -D -m 0644 tests/models/MODEL_CARD.md $(DESTDIR)$(DATADIR)/doc/residentd/MODEL_CARD.md
 	for m in $(MAN); do d=$(DESTDIR)$(MANDIR)/man$${m##*.}; $(INSTALL) -d $$d && $(INSTALL) -m 0644 $$m $$d/ || exit 1; done
+	for c in $(filter-out _%,$(COMPLETIONS)); do \
+		$(INSTALL) -D -m 0644 packaging/completions/$$c $(DESTDIR)$(BASHDIR)/$${c%.bash} || exit 1; done
+	for c in $(filter _%,$(COMPLETIONS)); do \
+		$(INSTALL) -D -m 0644 packaging/completions/$$c $(DESTDIR)$(ZSHDIR)/$$c || exit 1; done
+
+# What systemd, the bus, polkit and the journal read. The configuration as systemd has it: the vendor's file in /usr/lib says the
+# defaults, /etc is the administrator's alone.
+SERVICE_FILES = \
+	$(O)/residentd.service:$(UNITDIR)/residentd.service \
+	units/residentd.socket:$(UNITDIR)/residentd.socket \
+	$(O)/residentd-import@.service:$(UNITDIR)/residentd-import@.service \
+	units/residentd-import.socket:$(UNITDIR)/residentd-import.socket \
+	$(foreach f,$(DROPINS),$(f):$(UNITDIR)/residentd.service.d/$(notdir $(f))) \
+	units/residentd.sysusers:$(VENDORDIR)/sysusers.d/residentd.conf \
+	units/residentd.tmpfiles:$(VENDORDIR)/tmpfiles.d/residentd.conf \
+	units/org.residentd1.service:$(DATADIR)/dbus-1/system-services/org.residentd1.service \
+	policy/org.residentd1.conf:$(DATADIR)/dbus-1/system.d/org.residentd1.conf \
+	policy/org.residentd1.xml:$(DATADIR)/dbus-1/interfaces/org.residentd1.xml \
+	policy/org.residentd1.policy:$(DATADIR)/polkit-1/actions/org.residentd1.policy \
+	policy/policy.d/10-example.conf:$(DATADIR)/residentd/policy.d/10-example.conf \
+	policy/apparmor/usr.sbin.residentd:$(SYSCONFDIR)/apparmor.d/usr.sbin.residentd \
+	packaging/catalog/residentd.catalog:$(VENDORDIR)/systemd/catalog/residentd.catalog \
+	policy/residentd.conf:$(VENDORDIR)/residentd/residentd.conf
+
+install-service: $(UNITS)
+	$(INSTALL) -d $(DESTDIR)$(SYSCONFDIR)/residentd/residentd.conf.d $(DESTDIR)$(SYSCONFDIR)/residentd/policy.d
+	for f in $(SERVICE_FILES); do $(INSTALL) -D -m 0644 $${f%%:*} $(DESTDIR)$${f##*:} || exit 1; done
 
 uninstall:
 	rm -f $(addprefix $(DESTDIR)$(BINDIR)/,resident residentctl) $(DESTDIR)$(SBINDIR)/residentd
+	rm -rf $(DESTDIR)$(LIBEXECDIR)/residentd
 	rm -f $(addprefix $(DESTDIR)$(LIBDIR)/,libresident.so libresident.so.$(SOVERSION) libresident.a pkgconfig/libresident.pc)
-	rm -f $(DESTDIR)$(INCLUDEDIR)/resident.h
-	rm -rf $(DESTDIR)$(DATADIR)/residentd
+	rm -f $(addprefix $(DESTDIR)$(INCLUDEDIR)/,resident.h resident-control.h)
+	rm -f $(foreach f,$(SERVICE_FILES),$(DESTDIR)$(lastword $(subst :, ,$(f))))
+	rm -rf $(DESTDIR)$(DATADIR)/residentd $(DESTDIR)$(DATADIR)/doc/residentd/MODEL_CARD.md
+	rm -f $(addprefix $(DESTDIR)$(BASHDIR)/,$(patsubst %.bash,%,$(filter-out _%,$(COMPLETIONS))))
+	rm -f $(addprefix $(DESTDIR)$(ZSHDIR)/,$(filter _%,$(COMPLETIONS)))
 	rm -f $(foreach m,$(notdir $(MAN)),$(DESTDIR)$(MANDIR)/man$(patsubst .%,%,$(suffix $(m)))/$(m))
+
+# The package is built in a copy of the tree, as a distribution would: nothing of it lands here but the results. Tests
+# have a target of their own.
+.PHONY: deb
+deb:
+	@packaging/deps build package
+	rm -rf $(O)/deb
+	mkdir -p $(O)/deb/src
+	tar -c --exclude-vcs --exclude=./build --exclude=./$(O) --exclude=__pycache__ . | tar -x -C $(O)/deb/src
+	ln -s packaging/debian $(O)/deb/src/debian
+	cd $(O)/deb/src && env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS -u O DEB_BUILD_OPTIONS="nocheck $$DEB_BUILD_OPTIONS" \
+		dpkg-buildpackage -us -uc -b -j2
+	lintian --fail-on warning --info --tag-display-limit 0 $(O)/deb/*.changes
+	@ls -l $(O)/deb/*.deb
 
 .PHONY: clean help
 clean:
@@ -271,6 +369,7 @@ help:
 	@echo 'make demo         install what is missing, build, ask a private residentd one question'
 	@echo 'make check        install what is missing, build, run every test'
 	@echo 'make asan         the same tests under AddressSanitizer and UBSan (build/asan)'
+	@echo 'make integration  the service on a real systemd in a container; integration-vm: in a virtual machine (root)'
 	@echo 'make parity       compare the engine with an independent implementation'
 	@echo 'make fuzz         each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS) with clang libFuzzer (build/fuzz)'
 	@echo 'make bench        micro-benchmarks: tokenizer, kernels'
@@ -278,9 +377,10 @@ help:
 	@echo 'make format       clang-format in place; format-check only looks'
 	@echo 'make lint         check the manual pages'
 	@echo 'make install      into DESTDIR, PREFIX=$(PREFIX), LIBDIR=$(LIBDIR); uninstall removes it'
+	@echo 'make deb          Debian packages, in $(O)/deb'
 	@echo 'make clean        remove $(O)/'
 	@echo
 	@echo 'Variables: O V=1 CC CFLAGS LDFLAGS SANITIZE=address,undefined WERROR=1 PREFIX DESTDIR LIBDIR FUZZ_SECONDS TEST_TIMEOUT'
 	@echo 'This version computes on the CPU; CUDA and the eBPF tracer are not part of it, so no toolkit for them is looked for.'
 
--include $(shell find $(O) -name '*.d' 2>/dev/null)
+-include $(shell find $(O)/obj $(O)/pic -name '*.d' 2>/dev/null)
