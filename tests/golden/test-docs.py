@@ -61,7 +61,8 @@ def manuals_are_well_formed():
 
 @case
 def options_are_in_the_manuals():
-    for program, page in (("residentd", "residentd.8"), ("resident", "resident.1"), ("residentctl", "residentctl.1")):
+    for program, page in (("residentd", "residentd.8"), ("resident", "resident.1"), ("residentctl", "residentctl.1"),
+                          ("residentd-import", "residentd-import.8")):
         manual = read("packaging/man", page).replace("\\-", "-")
         helped = run(os.path.join(BUILD, program), "--help").stdout
         options = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", helped))
@@ -72,10 +73,11 @@ def options_are_in_the_manuals():
 
 @case
 def public_names_are_the_header_s():
-    """What libresident.so exports is what resident.h declares, and nothing else."""
+    """What libresident.so exports is what the two headers declare, and nothing else."""
     if not shutil.which("nm"):
         raise Skip("nm is not installed")
-    declared = set(re.findall(r"\b(resident_[a-z_]+)\(", re.sub(r"/\*.*?\*/", "", read("client/resident.h"), flags=re.S)))
+    headers = read("client/resident.h") + read("client/resident-control.h")
+    declared = set(re.findall(r"\b(resident_[a-z_]+)\(", re.sub(r"/\*.*?\*/", "", headers, flags=re.S)))
     got = run("nm", "-D", "--defined-only", os.path.join(BUILD, "libresident.so"))
     exported = {line.split()[2].split("@")[0] for line in got.stdout.splitlines() if line.split()[1] == "T"}
     exported -= {name for name in exported if name.startswith(("_", "__"))}
