@@ -67,6 +67,7 @@ struct daemon {
 	uint64_t started_us;
 
 	int listen_fd;
+	int stored_model_fd; /* of an earlier run, from systemd's store; -1: none. Used when the file has lost its name */
 	char *socket_path; /* NULL: handed over by systemd; else ours to remove */
 	dev_t socket_dev;
 	ino_t socket_ino;
@@ -131,6 +132,7 @@ void service_done(struct daemon *d);
  * is being loaded. make_default: it is the default from now on. */
 int service_load_model(struct daemon *d, const char *name, bool make_default, char **ret_error);
 int service_unload_model(struct daemon *d); /* -EBUSY */
+void models_store_fd(struct daemon *d); /* hands the open model to systemd's store, for the next run */
 char *models_path(const struct daemon *d); /* the file to load now; malloc'd, NULL: out of memory */
 int service_open_quota(struct daemon *d);
 int service_read_policy(struct daemon *d); /* -errno: the one in force stays */

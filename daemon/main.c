@@ -165,24 +165,43 @@ static void remove_socket(const struct daemon *d)
 		(void)unlink(d->socket_path);
 }
 
+/* What systemd hands over: the listening socket, and from its store the model that an earlier run had open. */
+static int take_fds(struct daemon *d, char **names, int n)
+{
+	for (int i = 0; i < n; i++) {
+		int fd = SD_LISTEN_FDS_START + i;
+
+		if (streq(names[i], "model")) {
+			closep(&d->stored_model_fd);
+			d->stored_model_fd = fd;
+		} else if (d->listen_fd < 0 && sd_is_socket_unix(fd, SOCK_STREAM, 1, NULL, 0) > 0) {
+			d->listen_fd = fd;
+		} else {
+			log_error("socket activation: one listening Unix stream socket is expected");
+			return -EINVAL;
+		}
+	}
+	return 0;
+}
+
 static int take_socket(struct daemon *d)
 {
-	int n = sd_listen_fds(1);
+	char **names = NULL;
+	int n = sd_listen_fds_with_names(1, &names), r;
 
 	if (n < 0)
 		return n;
-	if (n == 0)
+	r = take_fds(d, names, n);
+	for (int i = 0; i < n; i++)
+		free(names[i]);
+	free(names);
+	if (r < 0)
+		return r;
+	if (d->listen_fd < 0)
 		return make_socket(d, d->options.socket ? d->options.socket : DEFAULT_SOCKET);
-	if (n > 1 || sd_is_socket_unix(SD_LISTEN_FDS_START, SOCK_STREAM, 1, NULL, 0) <= 0) {
-		log_error("socket activation: exactly one listening Unix stream socket is expected");
-		return -EINVAL;
-	}
 	/* Accepting goes on until there is nobody left: it must not wait then. */
-	n = fcntl(SD_LISTEN_FDS_START, F_GETFL);
-	if (n < 0 || fcntl(SD_LISTEN_FDS_START, F_SETFL, n | O_NONBLOCK) < 0)
-		return -errno;
-	d->listen_fd = SD_LISTEN_FDS_START;
-	return 0;
+	r = fcntl(d->listen_fd, F_GETFL);
+	return r < 0 || fcntl(d->listen_fd, F_SETFL, r | O_NONBLOCK) < 0 ? -errno : 0;
 }
 
 static int on_signal(sd_event_source *source, const struct signalfd_siginfo *si, void *arg)
@@ -254,7 +273,7 @@ static int run(struct daemon *d)
 
 int main(int argc, char **argv)
 {
-	struct daemon d = { .listen_fd = -1, .started_us = now_us() };
+	struct daemon d = { .listen_fd = -1, .stored_model_fd = -1, .started_us = now_us() };
 	int r = parse_options(argc, argv, &d.options);
 
 	if (r != 0)
@@ -269,6 +288,7 @@ int main(int argc, char **argv)
 	service_done(&d);
 	sd_event_unref(d.event);
 	closep(&d.listen_fd);
+	closep(&d.stored_model_fd);
 	free(d.socket_path);
 	return r < 0 ? 1 : 0;
 }

@@ -5,6 +5,8 @@
  */
 #include "daemon/daemon.h"
 
+#include <systemd/sd-daemon.h>
+
 #define MODELS_DIRECTORY "/var/lib/residentd/models"
 
 static const char *models_directory(void)
@@ -15,7 +17,7 @@ static const char *models_directory(void)
 }
 
 /* Which file to load: the option, the configuration, or the default of the models directory. malloc'd. */
-char *models_path(const struct daemon *d)
+static char *wanted_path(const struct daemon *d)
 {
 	_cleanup_(freep) char *path = NULL;
 	char *real;
@@ -37,6 +39,30 @@ char *models_path(const struct daemon *d)
 	/* A link to the first part of a split model: its name is how the others are found. */
 	real = realpath(path, NULL);
 	return real ? real : TAKE_PTR(path);
+}
+
+char *models_path(const struct daemon *d)
+{
+	char *path = wanted_path(d), *stored;
+
+	/* Removed or renamed while an earlier run had it open: a restart goes on with it. */
+	if (path && d->stored_model_fd >= 0 && access(path, F_OK) < 0 && errno == ENOENT &&
+	    asprintf(&stored, "/proc/self/fd/%d", d->stored_model_fd) >= 0) {
+		free(path);
+		return stored;
+	}
+	return path;
+}
+
+void models_store_fd(struct daemon *d)
+{
+	const struct gguf *g = d->model->gguf;
+	int fd = gguf_part(g, 0)->fd;
+
+	/* The parts of a split model are found by name: one descriptor would not do. */
+	(void)sd_notify(0, "FDSTOREREMOVE=1\nFDNAME=model");
+	if (gguf_n_parts(g) == 1)
+		(void)sd_pid_notify_with_fds(0, 0, "FDSTORE=1\nFDNAME=model\nFDPOLL=0", &fd, 1);
 }
 
 /* A name of the models directory, with or without .gguf; never a path. */

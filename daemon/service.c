@@ -251,6 +251,7 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 		model_unref(d->model);
 		d->model = TAKE_PTR(load->model);
 		d->model_id = d->loading_id;
+		models_store_fd(d);
 		free(d->reason);
 		d->reason = NULL;
 		snprintf(model, sizeof(model), "MODEL=%s", d->model->name);

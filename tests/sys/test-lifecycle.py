@@ -328,6 +328,31 @@ def model_replaced_while_it_runs():
 
 
 @case
+def model_in_the_store_of_systemd():
+    """The open model is handed to systemd; a later start goes on with it although its name is gone."""
+    with tempfile.TemporaryDirectory() as d:
+        path, notify = os.path.join(d, "m.gguf"), os.path.join(d, "n")
+        shutil.copy(MODEL, path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as n:
+            n.bind(notify)
+            n.settimeout(20)
+            stored = None
+            with Daemon(model=path, env={"NOTIFY_SOCKET": notify}):
+                while stored is None:
+                    message, fds, _, _ = socket.recv_fds(n, 4096, 4)
+                    if b"FDSTORE=1" in message:
+                        assert b"FDNAME=model" in message and len(fds) == 1, message
+                        stored = os.fdopen(fds[0], "rb")
+        os.unlink(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, stored:
+            listener.bind(os.path.join(d, "s"))
+            listener.listen(64)
+            with Daemon(model=path, sockets=[listener, stored], path=os.path.join(d, "s"),
+                        env={"LISTEN_FDNAMES": "residentd.socket:model"}) as daemon:
+                daemon.check_alive()
+
+
+@case
 def version_and_help():
     for argument, word in (("--version", "residentd"), ("--help", "--socket")):
         with os.popen(f"'{os.path.join(BUILD, 'residentd')}' {argument}") as out:
