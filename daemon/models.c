@@ -5,6 +5,8 @@
  */
 #include "daemon/daemon.h"
 
+#include <dirent.h>
+#include <fcntl.h>
 #include <systemd/sd-daemon.h>
 
 #define MODELS_DIRECTORY "/var/lib/residentd/models"
@@ -93,11 +95,59 @@ static int make_default(const char *dir, const char *file)
 	return 0;
 }
 
+/* "NAME-0123456789ab.gguf": as the import names what is called NAME. */
+static bool is_import_of(const char *file, const char *name)
+{
+	size_t len = strlen(name);
+
+	return strncmp(file, name, len) == 0 && file[len] == '-' &&
+	       strspn(file + len + 1, "0123456789abcdef") == 12 && streq(file + len + 13, ".gguf");
+}
+
+/* The file of this name: as it is, with .gguf, or the only one that was imported under it. malloc'd. */
+static int find_file(const char *dir, const char *name, char **ret_file, char **ret_error)
+{
+	const char *const suffixes[] = { "", ".gguf" };
+	_cleanup_(freep) char *found = NULL;
+	struct dirent *entry;
+	DIR *d = opendir(dir);
+	int fd;
+
+	if (!d)
+		return fail(ret_error, -errno, "the models directory: %s", strerror(errno));
+	fd = dirfd(d);
+	for (size_t i = 0; i < ARRAY_SIZE(suffixes) && !found; i++) {
+		if (asprintf(&found, "%s%s", name, suffixes[i]) < 0)
+			found = NULL;
+		else if (faccessat(fd, found, F_OK, 0) < 0 || !strstr(found, ".gguf")) {
+			free(found);
+			found = NULL;
+		}
+	}
+	while (!found && (entry = readdir(d))) {
+		if (!is_import_of(entry->d_name, name))
+			continue;
+		found = strdup(entry->d_name);
+		while ((entry = readdir(d)))
+			if (is_import_of(entry->d_name, name)) {
+				closedir(d);
+				return fail(ret_error, -EINVAL,
+					    "%s has several versions: say which, e.g. %s", name,
+					    found ? found : entry->d_name);
+			}
+		break;
+	}
+	closedir(d);
+	if (!found)
+		return fail(ret_error, -ENOENT, "%s: there is no such model", name);
+	*ret_file = TAKE_PTR(found);
+	return 0;
+}
+
 int service_load_model(struct daemon *d, const char *name, bool as_default, char **ret_error)
 {
 	_cleanup_(freep) char *path = NULL, *file = NULL;
 	const char *dir = models_directory();
-	size_t len = strlen(name);
 	int r;
 
 	if (d->state == SERVICE_STOPPING)
@@ -107,16 +157,21 @@ int service_load_model(struct daemon *d, const char *name, bool as_default, char
 	if (!valid_name(name))
 		return fail(ret_error, -EINVAL,
 			    "a model has a name of the models directory, not a path");
-	if (asprintf(&file, "%s%s", name, len > 5 && streq(name + len - 5, ".gguf") ? "" : ".gguf") < 0)
-		file = NULL;
-	if (!file || asprintf(&path, "%s/%s", dir, file) < 0)
+	r = find_file(dir, name, &file, ret_error);
+	if (r < 0)
+		return r;
+	if (asprintf(&path, "%s/%s", dir, file) < 0) {
+		path = NULL;
 		return fail(ret_error, -ENOMEM, "no memory");
+	}
 	if (access(path, R_OK) < 0)
 		return fail(ret_error, -errno, "%s: %s", file, strerror(errno));
 	if (as_default) {
 		r = make_default(dir, file);
 		if (r < 0)
-			return fail(ret_error, r, "cannot make %s the default: %s", file, strerror(-r));
+			return fail(ret_error, r,
+				    "cannot make %s the default here (%s): use `residentctl model default`",
+				    file, strerror(-r));
 	}
 	return service_post_load(d, TAKE_PTR(path));
 }

@@ -236,12 +236,25 @@ static void on_loaded_nothing(struct daemon *d)
 	log_notice("the model was unloaded");
 }
 
+/* Who may not read it is as important as what: nobody thinks of the service's own user first. */
+static void add_user(struct engine_load *load)
+{
+	char *text;
+
+	if (load->err != -EACCES || !load->error ||
+	    asprintf(&text, "%s (the service runs as uid %u)", load->error, getuid()) < 0)
+		return;
+	free(load->error);
+	load->error = text;
+}
+
 static void on_loaded(struct daemon *d, struct engine_load *load)
 {
 	char model[300];
 	const char *fields[] = { MESSAGE_ID_MODEL_LOADED, model, NULL };
 
 	d->loading = NULL;
+	add_user(load);
 	service_set_stats(d, &load->stats);
 	if (load->err == 0 && !load->model) {
 		on_loaded_nothing(d);

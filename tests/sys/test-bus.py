@@ -653,6 +653,15 @@ def models_are_loaded_and_unloaded():
         b.manager("LoadModel", "sa{sv}", "tiny", {"default": ("b", True)})
         eventually("it is loaded again", lambda: b.get("Model") == path)
         assert os.path.realpath(os.path.join(m.models, "default.gguf")) == os.path.realpath(MODEL)
+        # As the import names them: by the name alone while that is clear, else in full.
+        os.symlink(MODEL, os.path.join(m.models, "toy-0123456789ab.gguf"))
+        b.manager("LoadModel", "sa{sv}", "toy", {})
+        eventually("it is loaded once more", lambda: b.get("State") == "available")
+        os.symlink(MODEL, os.path.join(m.models, "toy-ba9876543210.gguf"))
+        b.refuse(FAILED + "InvalidRequest", "LoadModel", "sa{sv}", "toy", {})
+        b.refuse(FAILED + "NoSuchModel", "LoadModel", "sa{sv}", "to", {})
+        b.manager("LoadModel", "sa{sv}", "toy-ba9876543210", {})
+        eventually("and again", lambda: b.get("State") == "available")
 
 
 @case
