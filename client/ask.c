@@ -4,7 +4,7 @@
  *
  * The handler of SIGINT writes into a pipe that the loop polls, so an interrupt is never lost
  * between a check and a wait; it is installed without SA_RESTART, so that a write to a reader that
- * has stopped reading returns too.
+ * has stopped reading returns too. A second one that finds the first still waiting ends the program.
  */
 #include "client/ask.h"
 
@@ -16,12 +16,17 @@
 #define QUIET_US 300000 /* no progress before: short waits should not flicker */
 
 static int interrupt_pipe[2] = { -1, -1 };
+static atomic_bool interrupt_pending; /* SIGINT has come, and nobody has asked yet */
+static atomic_bool at_prompt;
 
 static void on_interrupt(int sig)
 {
 	int saved = errno;
 
 	(void)sig;
+	/* In a call that waits for the service, nobody asks. */
+	if (atomic_exchange(&interrupt_pending, true) && !atomic_load(&at_prompt))
+		_exit(EXIT_INTERRUPTED);
 	(void)!write(interrupt_pipe[1], "", 1); /* a full pipe says the same */
 	errno = saved;
 }
@@ -35,14 +40,19 @@ int ask_catch_interrupts(void)
 	return sigaction(SIGINT, &sa, NULL) < 0 ? -errno : 0;
 }
 
+void ask_at_prompt(bool yes)
+{
+	atomic_store(&at_prompt, yes);
+}
+
 bool ask_take_interrupt(void)
 {
 	char bytes[64];
-	bool any = false;
 
+	/* First the pipe: a signal in between is told now, and wakes the next poll for nothing. */
 	while (read(interrupt_pipe[0], bytes, sizeof(bytes)) > 0)
-		any = true;
-	return any;
+		;
+	return atomic_exchange(&interrupt_pending, false);
 }
 
 static void show_prefill(const struct ask *a, char *line, size_t size)
@@ -65,15 +75,14 @@ static void show_progress(const struct ask *a)
 	if (elapsed < QUIET_US)
 		return;
 	switch (a->phase) {
-	case ASK_WAITING: snprintf(line, sizeof(line), "%c waiting", spinner); break;
 	case ASK_QUEUED:
-		if (a->position == 0) {
-			snprintf(line, sizeof(line), "%c waiting", spinner);
+		if (a->position > 0) {
+			snprintf(line, sizeof(line), "%c waiting: %llu before this", spinner,
+				 (unsigned long long)a->position);
 			break;
 		}
-		snprintf(line, sizeof(line), "%c waiting: %llu before this", spinner,
-			 (unsigned long long)a->position);
-		break;
+		__attribute__((fallthrough));
+	case ASK_WAITING: snprintf(line, sizeof(line), "%c waiting", spinner); break;
 	case ASK_PREFILL: show_prefill(a, line, sizeof(line)); break;
 	case ASK_THINKING:
 		snprintf(line, sizeof(line), "%c thinking %llu s", spinner,
@@ -228,6 +237,10 @@ enum exit_code ask_report(struct ask *a, const struct resident *r, int code)
 	}
 	if (a->interrupted)
 		return EXIT_INTERRUPTED;
+	if (code == -RESIDENT_E_NO_SUCH_MODEL) { /* --want: there is one, for something else */
+		report_error(a->err, "resident", e);
+		return EXIT_UNAVAILABLE;
+	}
 	if (code < 0)
 		return report_error(a->err, "resident", e);
 	if (streq(a->stop_reason, "cancelled")) {

@@ -36,8 +36,11 @@ struct ask {
 	uint64_t start_us, position, done, total;
 };
 
-/* SIGINT interrupts from now on what runs and waits, instead of ending the program. -errno. */
+/* SIGINT interrupts from now on what runs and waits, instead of ending the program; a second one,
+ * when nobody has asked about the first, does end it. -errno. */
 int ask_catch_interrupts(void);
+/* At a prompt it is for the line, however often it comes. */
+void ask_at_prompt(bool yes);
 /* Did SIGINT come since the last call? */
 bool ask_take_interrupt(void);
 

@@ -32,7 +32,7 @@
 
 _Static_assert(RESIDENT_E_NO_MODEL == E_BASE + ERROR_NO_MODEL, "codes are the numbers of the wire");
 _Static_assert(RESIDENT_E_INTERNAL == E_BASE + ERROR_INTERNAL, "codes are the numbers of the wire");
-_Static_assert(RESIDENT_E_INTERNAL == E_BASE + ERROR_CODE_MAX - 1, "every error has a public code");
+_Static_assert(RESIDENT_E_NO_SUCH_MODEL == E_BASE + ERROR_CODE_MAX - 1, "every error has a public code");
 
 enum state {
 	STATE_IDLE,
@@ -744,6 +744,25 @@ _public_ int resident_tokenize(struct resident *r, const char *text, bool specia
 	return 0;
 }
 
+/* What the service would not take for a call, it does not answer but closes the connection: so this
+ * asks the same function first. */
+static int check_call(struct resident *r, const char *method, json_t *parameters)
+{
+	_cleanup_(buf_done) struct buf frame = {};
+	_cleanup_(freep) char *why = NULL;
+	struct varlink_call c = {};
+	int n;
+
+	if (!utf8_decodable(method, strlen(method)))
+		return bad_arguments(r, -EILSEQ);
+	n = varlink_put_call(&frame, method, parameters, false, false);
+	if (n == 0)
+		n = varlink_call_parse(frame.data, frame.len - 1, &c, &why);
+	varlink_call_done(&c);
+	return n < 0 ? error_here(r, n == -EBADMSG ? -EINVAL : n, "%s", why ? why : "out of memory")
+		     : 0;
+}
+
 _public_ int resident_call(struct resident *r, const char *method, const char *parameters,
 			   char **ret_reply)
 {
@@ -754,6 +773,8 @@ _public_ int resident_call(struct resident *r, const char *method, const char *p
 
 	if (n < 0)
 		return n;
+	if (!method)
+		return bad_arguments(r, -EINVAL);
 	if (parameters) {
 		n = varlink_parse(parameters, strlen(parameters), &p, &why);
 		if (n < 0)
@@ -764,9 +785,9 @@ _public_ int resident_call(struct resident *r, const char *method, const char *p
 		full = NULL;
 		return error_here(r, -ENOMEM, "out of memory");
 	}
-	if (!utf8_valid(full, strlen(full)))
-		return bad_arguments(r, -EILSEQ);
-	n = call(r, full, p);
+	n = check_call(r, full, p);
+	if (n == 0)
+		n = call(r, full, p);
 	if (n < 0)
 		return n;
 	reply = json_dumps(r->reply, JSON_COMPACT);
@@ -805,12 +826,12 @@ static int call_session(struct resident *r, const char *method, json_t *p, struc
 	return 0;
 }
 
-static int session_parameters(const char *id, bool keep, json_t **ret)
+static int session_parameters(const char *id, bool required, bool keep, json_t **ret)
 {
 	json_auto_t *p = json_object();
 	int n = p ? 0 : -ENOMEM;
 
-	if (n == 0 && id)
+	if (n == 0 && (id || required))
 		n = wire_put_text(p, "session", id);
 	if (n == 0 && keep)
 		n = wire_put(p, "keep", json_true());
@@ -819,8 +840,8 @@ static int session_parameters(const char *id, bool keep, json_t **ret)
 	return n;
 }
 
-static int open_session(struct resident *r, const char *method, const char *id, bool keep,
-			struct resident_session *ret)
+static int open_session(struct resident *r, const char *method, const char *id, bool required,
+			bool keep, struct resident_session *ret)
 {
 	json_auto_t *p = NULL;
 	int n = begin(r);
@@ -829,7 +850,7 @@ static int open_session(struct resident *r, const char *method, const char *id, 
 		return n;
 	if (ret->size < sizeof(*ret)) /* the size of the first version */
 		return bad_arguments(r, -EINVAL);
-	n = session_parameters(id, keep, &p);
+	n = session_parameters(id, required, keep, &p);
 	if (n < 0)
 		return bad_arguments(r, n);
 	return call_session(r, method, p, ret);
@@ -838,13 +859,13 @@ static int open_session(struct resident *r, const char *method, const char *id, 
 _public_ int resident_open_session(struct resident *r, bool keep, const char *resume,
 				   struct resident_session *ret)
 {
-	return open_session(r, INTERFACE "OpenSession", resume, keep, ret);
+	return open_session(r, INTERFACE "OpenSession", resume, false, keep, ret);
 }
 
 _public_ int resident_clone_session(struct resident *r, const char *id, bool keep,
 				    struct resident_session *ret)
 {
-	return open_session(r, INTERFACE "CloneSession", id, keep, ret);
+	return open_session(r, INTERFACE "CloneSession", id, true, keep, ret);
 }
 
 _public_ int resident_close_session(struct resident *r, const char *id)
@@ -854,7 +875,7 @@ _public_ int resident_close_session(struct resident *r, const char *id)
 
 	if (n < 0)
 		return n;
-	n = session_parameters(id, false, &p);
+	n = session_parameters(id, true, false, &p);
 	if (n < 0)
 		return bad_arguments(r, n);
 	return call(r, INTERFACE "CloseSession", p);

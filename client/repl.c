@@ -43,12 +43,14 @@ static int read_line(struct repl *p, const char *prompt, struct buf *line)
 
 	p->prompt = prompt;
 	line->len = 0;
+	ask_at_prompt(true);
 	s = el_gets(p->el, &n);
-	if (ask_take_interrupt()) {
+	if (ask_take_interrupt()) { /* the prompt comes again */
 		el_reset(p->el);
 		terminal_write(&p->c->out, "\n", 1);
 		return -EINTR;
 	}
+	ask_at_prompt(false);
 	if (!s || n <= 0) {
 		terminal_write(&p->c->out, "\n", 1);
 		return -ENODATA;
@@ -56,7 +58,7 @@ static int read_line(struct repl *p, const char *prompt, struct buf *line)
 	return buf_append(line, s, strcspn(s, "\n"));
 }
 
-/* Lines as long as they end in a backslash. */
+/* Lines as long as they end in a backslash; Ctrl-D ends the message, too, when there is one. */
 static int read_input(struct repl *p, struct buf *text)
 {
 	struct buf line = {};
@@ -67,6 +69,10 @@ static int read_input(struct repl *p, struct buf *text)
 	text->len = 0;
 	do {
 		r = read_line(p, prompt, &line);
+		if (r == -ENODATA && text->len > 0) {
+			r = 0;
+			break;
+		}
 		if (r < 0)
 			break;
 		more = line.len > 0 && line.data[line.len - 1] == '\\';
@@ -110,7 +116,7 @@ static void say(struct repl *p, const char *text)
 	struct chat *c = p->c;
 	struct ask a;
 
-	if (!utf8_valid(text, strlen(text))) {
+	if (!utf8_decodable(text, strlen(text))) {
 		terminal_printf(&c->err, "resident: that line is not valid UTF-8\n");
 		return;
 	}
@@ -345,7 +351,9 @@ enum exit_code repl_run(struct chat *c, const char *system)
 	struct repl p = { .c = c, .system = system ? strdup(system) : NULL };
 	enum exit_code e;
 
-	setlocale(LC_CTYPE, "");
+	/* In a locale of one byte a character the editor drops letters that have more. */
+	if (!setlocale(LC_CTYPE, "") || MB_CUR_MAX == 1)
+		setlocale(LC_CTYPE, "C.UTF-8");
 	e = greet(&p);
 	if (e == EXIT_OK) {
 		p.el = el_init("resident", stdin, stdout, stderr);

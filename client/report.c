@@ -15,8 +15,10 @@ enum exit_code exit_code_of(int code)
 	case RESIDENT_E_SESSION_BUSY:
 	case RESIDENT_E_TOO_MANY_SESSIONS:
 	case RESIDENT_E_QUEUE_FULL:
+	case RESIDENT_E_QUOTA_EXCEEDED:
 	case RESIDENT_E_NO_MEMORY: return EXIT_BUSY;
 	case RESIDENT_E_CONTEXT_FULL: return EXIT_CONTEXT;
+	case RESIDENT_E_INVALID_REQUEST: /* an option out of range, as a rule */
 	case EILSEQ: return EXIT_USAGE;
 	default: return EXIT_ERROR;
 	}
@@ -44,4 +46,16 @@ enum exit_code report_error(struct terminal *err, const char *program, const str
 	else
 		terminal_printf(err, "%s: %s\n", program, e->message);
 	return exit_code_of(e->code);
+}
+
+enum exit_code report_output(struct terminal *err, const char *program, const struct terminal *out,
+			     enum exit_code e)
+{
+	if (e != EXIT_OK || out->error == 0)
+		return e;
+	if (out->error == -EPIPE)
+		return EXIT_PIPE;
+	terminal_printf(err, "%s: cannot write the output: %s\n", program,
+			resident_strerror(out->error));
+	return EXIT_ERROR;
 }

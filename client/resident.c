@@ -38,12 +38,16 @@ static const char usage_text[] =
 	"  -c, --continue           go on with the last conversation\n"
 	"  -s, --system TEXT        who the model shall be\n"
 	"  -n, --no-save            leave no transcript for --continue\n"
-	"      --think N|off        at most N tokens of thought\n"
+	"      --think N|off        at most N tokens of thought, from 0 (off)\n"
 	"      --show-thinking      print the thought on standard error\n"
-	"      --max-tokens N       at most N tokens of answer\n"
-	"  -t, --temperature X      0: always the likeliest token\n"
-	"      --top-k N, --top-p X, --min-p X, --seed N\n"
-	"      --stop TEXT          end the answer before TEXT; may be repeated\n"
+	"      --max-tokens N       at most N tokens of answer, from 1\n"
+	"  -t, --temperature X      0 to 100; 0: always the likeliest token\n"
+	"      --top-k N            from 0 (off)\n"
+	"      --top-p X            above 0, to 1 (off)\n"
+	"      --min-p X            0 (off) to 1\n"
+	"      --seed N             from 0; the same seed gives the same answer\n"
+	"      --stop TEXT          end the answer before TEXT, of 1 to 256 bytes; up to 16 times\n"
+	"      --want USE           chat, code, small or best: only from a model that is for that\n"
 	"      --complete           continue the text itself, without chat template\n"
 	"      --json               one JSON object instead of text\n"
 	"      --raw                control characters reach the terminal\n"
@@ -60,6 +64,7 @@ enum {
 	OPT_MIN_P,
 	OPT_SEED,
 	OPT_STOP,
+	OPT_WANT,
 	OPT_COMPLETE,
 	OPT_JSON,
 	OPT_RAW,
@@ -78,6 +83,7 @@ static const struct option long_options[] = {
 	{ "min-p", required_argument, NULL, OPT_MIN_P },
 	{ "seed", required_argument, NULL, OPT_SEED },
 	{ "stop", required_argument, NULL, OPT_STOP },
+	{ "want", required_argument, NULL, OPT_WANT },
 	{ "complete", no_argument, NULL, OPT_COMPLETE },
 	{ "json", no_argument, NULL, OPT_JSON },
 	{ "raw", no_argument, NULL, OPT_RAW },
@@ -153,6 +159,7 @@ static enum exit_code parse_option(struct job *j, int option)
 	case OPT_COMPLETE: j->complete = true; break;
 	case OPT_JSON: j->chat.json = true; break;
 	case OPT_RAW: j->chat.out.raw = true; break;
+	case OPT_WANT: j->chat.options.want = optarg; break;
 	case OPT_STOP:
 		if (j->n_stop == STOP_MAX)
 			return usage_error(j, "--stop can be given %d times", STOP_MAX);
@@ -161,7 +168,8 @@ static enum exit_code parse_option(struct job *j, int option)
 		break;
 	default:
 		if (!set_number(&j->chat.options, option, optarg))
-			return usage_error(j, "'%s' is not a number", optarg);
+			return usage_error(j, "'%s' is not a number%s", optarg,
+					   option == OPT_THINK ? " or off" : "");
 	}
 	return EXIT_OK;
 }
@@ -175,11 +183,11 @@ static enum exit_code parse_options(struct job *j, int argc, char **argv, bool *
 	while (e == EXIT_OK && (option = getopt_long(argc, argv, "cs:nt:hV", long_options, NULL)) >= 0) {
 		switch (option) {
 		case 'h':
-			fputs(usage_text, stdout);
+			terminal_write(&j->chat.out, usage_text, strlen(usage_text));
 			*ret_end = true;
 			return EXIT_OK;
 		case 'V':
-			puts("resident " RESIDENTD_VERSION);
+			terminal_printf(&j->chat.out, "resident %s\n", RESIDENTD_VERSION);
 			*ret_end = true;
 			return EXIT_OK;
 		case '?': return EXIT_USAGE; /* getopt_long() has said why */
@@ -245,8 +253,6 @@ static enum exit_code read_stdin(struct job *j, struct buf *data)
 			return EXIT_OK;
 		if (n < 0 && errno == EINTR)
 			continue;
-		if (n < 0 && errno == EBADF) /* closed: nothing to read */
-			return EXIT_OK;
 		if (n < 0)
 			return usage_error(j, "cannot read standard input: %s",
 					   resident_strerror(-errno));
@@ -413,7 +419,7 @@ static enum exit_code run(struct job *j, int argc, char **argv)
 	e = parse_options(j, argc, argv, &end);
 	if (e != EXIT_OK || end)
 		return e;
-	if (j->system && !utf8_valid(j->system, strlen(j->system)))
+	if (j->system && !utf8_decodable(j->system, strlen(j->system)))
 		return usage_error(j, "the system text is not valid UTF-8");
 	ask_nothing = optind == argc && isatty(STDIN_FILENO);
 	if (ask_nothing && (j->complete || j->chat.json || !j->chat.out.tty))
@@ -434,9 +440,12 @@ int main(int argc, char **argv)
 				   .save = true } };
 	enum exit_code e;
 
+	if (terminal_fill_standard() < 0)
+		return EXIT_ERROR;
 	terminal_init(&j.chat.out, STDOUT_FILENO, false);
 	terminal_init(&j.chat.err, STDERR_FILENO, false);
 	e = run(&j, argc, argv);
+	e = report_output(&j.chat.err, "resident", &j.chat.out, e);
 	chat_done(&j.chat);
 	buf_done(&j.text);
 	return (int)e;

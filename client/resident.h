@@ -9,14 +9,17 @@
  * Functions that return int return 0 (or what they say), or a negative code: -errno for what
  * happened here (-ECONNREFUSED, -ENOMEM, -EBUSY...), -RESIDENT_E_... for what the service said.
  * resident_last_error() has the text. After -EBUSY, -EINVAL, -EILSEQ, -E2BIG and -RESIDENT_E_...
- * the connection is as good as before; after anything else it can only be closed.
+ * the connection is as good as before, but for -RESIDENT_E_TOO_LARGE, after which the service closes
+ * it; also after -ETIMEDOUT and -EINTR of resident_wait(). After anything else it can only be
+ * closed.
  *
  * Text is UTF-8, NUL-terminated. Times are microseconds (_us) or milliseconds (_ms), sizes bytes.
  *
- * Structures that the program passes in begin with their size (set it to sizeof), so that they can
- * grow; zero in any other field means "the default". Structures that the library hands out only
- * ever grow at their end, and stay valid until the next call on the connection (events: until the
- * callback returns).
+ * struct resident_session and struct resident_options begin with their size (set it to sizeof), so
+ * that they can grow; zero in any other field means "the default". struct resident_message, of which
+ * there are arrays, has room reserved instead, and struct resident_logit_bias stays as it is.
+ * Structures that the library hands out only ever grow at their end, and stay valid until the next
+ * call on the connection (events: until the callback returns).
  */
 #ifndef RESIDENT_H
 #define RESIDENT_H
@@ -39,7 +42,7 @@ enum resident_error_code {
 	RESIDENT_E_MODEL_BROKEN = 10003,    /* the model file cannot be used */
 	RESIDENT_E_NOT_SUPPORTED = 10004,   /* this model or this service cannot do it */
 	RESIDENT_E_INVALID_REQUEST = 10005, /* the message names the parameter */
-	RESIDENT_E_TOO_LARGE = 10006,       /* the request is over the service's message size */
+	RESIDENT_E_TOO_LARGE = 10006,       /* over the service's message size; it then closes */
 	RESIDENT_E_NO_SUCH_SESSION = 10007, /* never there, ended, or another user's */
 	RESIDENT_E_SESSION_BUSY = 10008,    /* a request runs in this session */
 	RESIDENT_E_TOO_MANY_SESSIONS = 10009, /* of this user, or in all */
@@ -48,8 +51,10 @@ enum resident_error_code {
 	RESIDENT_E_NO_MEMORY = 10012,         /* the service is short of memory: retry later */
 	RESIDENT_E_NOT_AUTHORIZED = 10013,
 	RESIDENT_E_CANCELLED = 10014,
-	RESIDENT_E_STOPPING = 10015, /* the service shuts down */
-	RESIDENT_E_INTERNAL = 10016, /* a defect of the service */
+	RESIDENT_E_STOPPING = 10015,       /* the service shuts down */
+	RESIDENT_E_INTERNAL = 10016,       /* a defect of the service */
+	RESIDENT_E_QUOTA_EXCEEDED = 10017, /* today's tokens are used up: retry tomorrow */
+	RESIDENT_E_NO_SUCH_MODEL = 10018,
 };
 
 struct resident_error {
@@ -121,7 +126,8 @@ int resident_tokenize(struct resident *r, const char *text, bool special, const 
 
 /* Any other method of the service: parameters and reply are JSON objects as text (parameters may be
  * NULL; *ret_reply is malloc'd). A method without a dot is one of org.residentd.Inference. -EINVAL:
- * parameters are no JSON object. */
+ * parameters are no JSON object, or method is no method's name; then nothing is sent, since the
+ * service would close the connection. */
 int resident_call(struct resident *r, const char *method, const char *parameters, char **ret_reply);
 
 /* ---- sessions: the service keeps the conversation, only new messages are sent ---- */
@@ -191,6 +197,9 @@ struct resident_options {
 	const char *const *stop; /* NULL-terminated list of strings that end the answer, or NULL */
 	const struct resident_logit_bias *logit_bias;
 	size_t n_logit_bias;
+	/* "chat", "code", "small" or "best", or NULL: -RESIDENT_E_NO_SUCH_MODEL when the administrator
+	 * says that the loaded model is not for that. */
+	const char *want;
 };
 
 struct resident_usage {
@@ -240,8 +249,11 @@ typedef int (*resident_event_fn)(struct resident *r, const struct resident_event
  * Each of these starts a request and returns at once; resident_wait() or resident_process() then
  * brings the events, exactly one DONE or FAILED at the end. fn may be NULL. One request at a time
  * on a connection: -EBUSY while one runs. Nothing of the arguments is used after the return but fn
- * and userdata. -EILSEQ: a text is not UTF-8; -EINVAL: see struct resident_options; -E2BIG: options
- * of a newer version of the library.
+ * and userdata. -EILSEQ: a text is not UTF-8; -EINVAL: a text is NULL, or see struct
+ * resident_options; -E2BIG: options of a newer version of the library.
+ *
+ * The answer is the model's text, with one addition that is the service's: a code block (```) that is
+ * open where the answer ends, also at a stop string, is closed. Not by resident_complete().
  */
 /* Adds messages to a session and answers. */
 int resident_send(struct resident *r, const char *session, const struct resident_message *messages,
@@ -256,8 +268,10 @@ int resident_complete(struct resident *r, const char *session, const char *promp
 		      const struct resident_options *options, resident_event_fn fn, void *userdata);
 
 /* Waits for the request to end, at most timeout_ms (negative: for ever). 0: done (or none was
- * running); the code of its failure; -ETIMEDOUT or -EINTR (a signal handler ran): it goes on, call
- * again. */
+ * running); the code of its failure; -ETIMEDOUT, or -EINTR when a signal handler ran while this
+ * slept: the request goes on and the connection is good, call again. A handler that runs just before
+ * it sleeps wakes nobody: who must not miss a signal polls resident_fd() beside a pipe that the
+ * handler writes to. */
 int resident_wait(struct resident *r, int timeout_ms);
 
 /* For an event loop: poll resident_fd() for resident_events() (POLLIN, POLLOUT; they change with
@@ -269,7 +283,7 @@ int resident_process(struct resident *r);
 
 /* Asks for the running request to end; never blocks. The last event (stop_reason "cancelled" as a
  * rule) still comes. 0 also when nothing runs. Same thread as everything else on the connection,
- * and not from a signal handler: set a flag there, resident_wait() returns -EINTR. */
+ * and not from a signal handler: see resident_wait(). */
 int resident_cancel(struct resident *r);
 /* The same for a request of the same user on another connection, hence for other threads. 1:
  * cancelled; 0: there was none. */

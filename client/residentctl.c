@@ -1,25 +1,17 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * residentctl.c: what the service is doing, and which models it has. Aligned text for people,
- * --json for programs.
+ * residentctl.c: what the service is doing, which models it has, and what applies to whom. Aligned
+ * text for people, --json for programs.
  *
- * Owns argv and the layout of what is printed. Asks the service through libresident; only `model
- * add` touches files (install.c). Everything that is printed may come from a model file or the
- * service, so it goes through terminal.c.
+ * Owns argv and the table of commands, and the commands that ask over the socket; the others are
+ * behind ctl.h. Only `model` writes files (install.c). Everything that is printed may come from
+ * a model file or the service, so it goes through terminal.c.
  */
+#include "client/ctl.h"
 #include "client/install.h"
-#include "client/report.h"
 
 #include <getopt.h>
-#include <jansson.h>
-
-#define PROGRAM "residentctl"
-
-struct ctl {
-	struct terminal out, err;
-	struct resident *r;
-	bool json, replace, make_default, special;
-};
+#include <limits.h>
 
 static const char usage_text[] =
 	"usage: residentctl [--json] COMMAND\n"
@@ -27,22 +19,32 @@ static const char usage_text[] =
 	"  status                    the service, its model, its work\n"
 	"  availability              can it answer? exit status 0: yes, 4: no model\n"
 	"  usage                     what you have used since the service started\n"
-	"  model list                models of the service\n"
-	"  model add FILE            copy a GGUF file to the service's models; the first becomes the default\n"
+	"  sessions                  your open sessions; an administrator sees all\n"
+	"  holds                     who keeps the model loaded, or the GPU free\n"
+	"  hold [-- COMMAND...]      keep the model loaded while COMMAND runs, or until Ctrl-C\n"
+	"  yield-gpu [-- COMMAND...] ask for GPU memory in the same way; --bytes N: not all of it\n"
+	"      --who WHO, --why WHY  what `holds` shows\n"
+	"  model list                the models there are: size, licence, which is the default, which is loaded\n"
+	"  model add FILE            check a GGUF file and copy it to the service's models; the first is the default\n"
 	"      --default             make it the default\n"
-	"      --replace             also over one of the same name\n"
+	"      --name NAME           call it so\n"
+	"  model show NAME           what a model says of itself, and where it came from\n"
+	"  model default NAME        the model to begin with from now on\n"
+	"  model remove NAME         delete it; --force: also the default or loaded one\n"
+	"  model load NAME           answer with another model; --default: from now on\n"
+	"  model unload              give the model's memory back\n"
+	"  policy show [USER]        what applies to a user, and where it was set\n"
+	"  policy set USER KEY=VALUE...   change it; --runtime: until the next boot\n"
+	"  policy check              look for mistakes in policy.d\n"
+	"  config check              the same, and in residentd.conf and models.d\n"
+	"      --root DIR            the files below DIR, and no service (show, check)\n"
+	"  reload                    have the service read configuration and policy again\n"
 	"  tokenize TEXT             the tokens of a text; --special: control tokens too\n"
 	"  interface                 the description of the service's socket interface\n"
 	"\n"
 	"  --json, -h, --help, -V, --version\n";
 
 /* ---- helpers ---- */
-
-static enum exit_code usage_error(struct ctl *c, const char *what)
-{
-	terminal_printf(&c->err, PROGRAM ": %s\n" PROGRAM ": see `residentctl --help`\n", what);
-	return EXIT_USAGE;
-}
 
 static enum exit_code connect_service(struct ctl *c)
 {
@@ -71,25 +73,12 @@ static enum exit_code call(struct ctl *c, const char *method, json_t *parameters
 		return EXIT_OK;
 	}
 	*ret = json_loads(reply, 0, NULL);
-	return *ret ? EXIT_OK : usage_error(c, "out of memory");
+	return *ret ? EXIT_OK : ctl_usage_error(c, "out of memory");
 }
 
 static void line(struct ctl *c, const char *label, const char *value)
 {
 	terminal_printf(&c->out, "%10s  %s\n", label, value);
-}
-
-/* 21.2 GB */
-static const char *bytes_text(uint64_t bytes, char text[32])
-{
-	static const char *const units[] = { "B", "kB", "MB", "GB", "TB", "PB", "EB" };
-	double x = (double)bytes;
-	size_t i = 0;
-
-	for (; x >= 999.5 && i + 1 < ARRAY_SIZE(units); i++)
-		x /= 1000;
-	snprintf(text, 32, i == 0 ? "%.0f %s" : "%.3g %s", x, units[i]);
-	return text;
 }
 
 /* 35.1 billion */
@@ -101,22 +90,6 @@ static const char *count_text(uint64_t n, char text[32])
 		snprintf(text, 32, "%.3g million", (double)n / 1e6);
 	else
 		snprintf(text, 32, "%llu", (unsigned long long)n);
-	return text;
-}
-
-static const char *span_text(uint64_t s, char text[32])
-{
-	if (s >= 86400)
-		snprintf(text, 32, "%llu d %llu h", (unsigned long long)(s / 86400),
-			 (unsigned long long)(s % 86400 / 3600));
-	else if (s >= 3600)
-		snprintf(text, 32, "%llu h %llu min", (unsigned long long)(s / 3600),
-			 (unsigned long long)(s % 3600 / 60));
-	else if (s >= 60)
-		snprintf(text, 32, "%llu min %llu s", (unsigned long long)(s / 60),
-			 (unsigned long long)(s % 60));
-	else
-		snprintf(text, 32, "%llu s", (unsigned long long)s);
 	return text;
 }
 
@@ -132,8 +105,9 @@ static void print_model(struct ctl *c, const struct resident_model *m)
 {
 	char parameters[32], bytes[32];
 
-	terminal_printf(&c->out, "%10s  %s: %s, %s parameters, %s\n", "model", m->name, m->architecture,
-			count_text(m->parameters, parameters), bytes_text(m->weight_bytes, bytes));
+	terminal_printf(&c->out, "%10s  %s: %s, %s parameters, %s\n", "model", m->name,
+			m->architecture, count_text(m->parameters, parameters),
+			ctl_bytes_text(m->weight_bytes, bytes));
 	terminal_printf(&c->out, "%10s  %u tokens (trained on %u)%s%s\n", "context", m->context_max,
 			m->context_trained, m->chat ? "" : ", no chat template",
 			m->thinking ? ", thinks" : "");
@@ -143,11 +117,11 @@ static void print_memory(struct ctl *c, const struct resident_status *s)
 {
 	char total[32], file[32], anon[32], used[32], max[32];
 
-	terminal_printf(&c->out,
-			"%10s  %s resident: %s of files, %s of its own; conversations %s of %s\n",
-			"memory", bytes_text(s->rss_bytes, total),
-			bytes_text(s->rss_file_bytes, file), bytes_text(s->rss_anon_bytes, anon),
-			bytes_text(s->kv_bytes_used, used), bytes_text(s->kv_bytes_max, max));
+	terminal_printf(
+		&c->out, "%10s  %s resident: %s of files, %s of its own; conversations %s of %s\n",
+		"memory", ctl_bytes_text(s->rss_bytes, total),
+		ctl_bytes_text(s->rss_file_bytes, file), ctl_bytes_text(s->rss_anon_bytes, anon),
+		ctl_bytes_text(s->kv_bytes_used, used), ctl_bytes_text(s->kv_bytes_max, max));
 }
 
 static enum exit_code do_status(struct ctl *c)
@@ -176,7 +150,7 @@ static enum exit_code do_status(struct ctl *c)
 			(unsigned long long)s->prompt_tokens_total,
 			(unsigned long long)s->generated_tokens_total);
 	terminal_printf(&c->out, "%10s  residentd %s, process %u, for %s; %s, %u threads\n", "service",
-			s->version, s->pid, span_text(s->uptime_s, text), s->backend, s->threads);
+			s->version, s->pid, ctl_span_text(s->uptime_s, text), s->backend, s->threads);
 	return EXIT_OK;
 }
 
@@ -197,129 +171,77 @@ static enum exit_code do_availability(struct ctl *c)
 	return EXIT_UNAVAILABLE;
 }
 
-static uint64_t number(json_t *o, const char *key)
-{
-	json_int_t n = json_integer_value(json_object_get(o, key));
-
-	return n > 0 ? (uint64_t)n : 0;
-}
-
 static enum exit_code do_usage(struct ctl *c)
 {
+	static const char *const keys[] = { "requests",      "prompt_tokens",  "cached_tokens",
+					    "answer_tokens", "thought_tokens", "engine_us" };
+	long long n[ARRAY_SIZE(keys)] = {};
 	json_auto_t *o = NULL;
 	enum exit_code e = call(c, "GetUsage", NULL, &o);
+	struct args a;
 
 	if (e != EXIT_OK || !o)
 		return e;
-	terminal_printf(&c->out, "%10s  %llu\n%10s  %llu tokens, %llu of them from the cache\n",
-			"requests", (unsigned long long)number(o, "requests"), "prompts",
-			(unsigned long long)number(o, "prompt_tokens"),
-			(unsigned long long)number(o, "cached_tokens"));
-	terminal_printf(&c->out, "%10s  %llu tokens, and %llu of thought\n%10s  %.3f s\n",
-			"answers", (unsigned long long)number(o, "answer_tokens"),
-			(unsigned long long)number(o, "thought_tokens"), "engine",
-			(double)number(o, "engine_us") / 1e6);
-	return e;
-}
+	args_begin(&a, o);
+	for (size_t i = 0; i < ARRAY_SIZE(keys); i++) {
+		int64_t value = 0;
 
-/* ---- models ---- */
-
-static const char *string(json_t *o, const char *key)
-{
-	const char *s = json_string_value(json_object_get(o, key));
-
-	return s ? s : "?";
-}
-
-static enum exit_code do_model_list(struct ctl *c)
-{
-	json_auto_t *o = NULL;
-	enum exit_code e = call(c, "ListModels", NULL, &o);
-	char parameters[32], bytes[32];
-	json_t *m;
-	size_t i;
-
-	if (e != EXIT_OK || !o)
-		return e;
-	json_array_foreach(json_object_get(o, "models"), i, m)
-		terminal_printf(&c->out, "%s  %s, %s parameters, %s, context %llu\n",
-				string(m, "name"), string(m, "architecture"),
-				count_text(number(m, "parameters"), parameters),
-				bytes_text(number(m, "weight_bytes"), bytes),
-				(unsigned long long)number(m, "context_max"));
-	if (i == 0)
-		terminal_printf(&c->out, "no model; `residentctl model add FILE` installs one\n");
-	return e;
-}
-
-static enum exit_code do_model_add(struct ctl *c, const char *path)
-{
-	struct install i = { .replace = c->replace, .make_default = c->make_default };
-	_cleanup_(freep) char *error = NULL, *name = NULL;
-	char bytes[32];
-	int r = install_model(path, &i, &c->err, &error);
-
-	name = i.name;
-	if (r < 0) {
-		terminal_printf(&c->err, PROGRAM ": %s\n", error ? error : resident_strerror(r));
-		if (r == -EACCES || r == -EPERM)
-			terminal_printf(&c->err,
-					PROGRAM ": only an administrator may write to %s (sudo?)\n",
-					install_directory());
-		return EXIT_ERROR;
+		args_i64(&a, keys[i], true, 0, INT64_MAX, &value);
+		n[i] = value;
 	}
-	if (c->json) {
-		json_auto_t *o = json_pack("{s:s, s:s, s:I, s:b}", "directory", install_directory(),
-					   "name", name, "bytes", (json_int_t)i.bytes, "default",
-					   i.is_default);
-		_cleanup_(freep) char *text = o ? json_dumps(o, JSON_COMPACT) : NULL;
-
-		terminal_printf(&c->out, "%s\n", text ? text : "{}");
-		return EXIT_OK;
-	}
-	terminal_printf(&c->out, "%s (%s) is now in %s\n", name, bytes_text(i.bytes, bytes),
-			install_directory());
-	if (i.is_default)
-		terminal_printf(&c->out,
-				"It is the default model. To load it: systemctl reload residentd\n");
-	else
-		terminal_printf(&c->out, "Another model is the default; --default changes that.\n");
-	return EXIT_OK;
-}
-
-static enum exit_code do_model(struct ctl *c, int argc, char **argv)
-{
-	enum exit_code e;
-
-	if (argc == 2 && streq(argv[0], "add"))
-		return do_model_add(c, argv[1]);
-	if (argc != 1 || !streq(argv[0], "list"))
-		return usage_error(c, "model list, or model add FILE");
-	e = connect_service(c);
-	return e == EXIT_OK ? do_model_list(c) : e;
+	if (a.bad)
+		return ctl_bad_reply(c, &a);
+	terminal_printf(&c->out, "%10s  %lld\n%10s  %lld tokens, %lld of them from the cache\n",
+			"requests", n[0], "prompts", n[1], n[2]);
+	terminal_printf(&c->out, "%10s  %lld tokens, and %lld of thought\n%10s  %.3f s\n",
+			"answers", n[3], n[4], "engine", (double)n[5] / 1e6);
+	return e;
 }
 
 /* ---- others ---- */
 
-static enum exit_code do_tokenize(struct ctl *c, const char *text)
+static void read_tokens(struct args *a, json_t **ret_tokens, json_t **ret_pieces)
 {
-	json_t *parameters = json_pack("{s:s, s:b}", "text", text, "special", c->special);
+	json_t *tokens = NULL, *pieces = NULL;
+
+	args_array(a, "tokens", true, SIZE_MAX, &tokens);
+	args_array(a, "pieces", true, SIZE_MAX, &pieces);
+	if (json_array_size(tokens) != json_array_size(pieces))
+		args_refuse(a, "pieces", "are not as many as the tokens");
+	for (size_t i = 0; i < json_array_size(tokens); i++) {
+		if (!json_is_integer(json_array_get(tokens, i)))
+			args_refuse(a, "tokens", "has an item that is not a token");
+		if (!json_is_string(json_array_get(pieces, i)))
+			args_refuse(a, "pieces", "has an item that is not a string");
+	}
+	*ret_tokens = tokens;
+	*ret_pieces = pieces;
+}
+
+static enum exit_code do_tokenize(struct ctl *c)
+{
+	json_t *parameters = json_pack("{s:s, s:b}", "text", c->arguments[0], "special", c->special);
+	json_t *tokens, *pieces, *piece;
 	json_auto_t *o = NULL;
-	json_t *piece;
 	enum exit_code e;
+	struct args a;
 	size_t i;
 
 	if (!parameters)
-		return usage_error(c, "the text is not valid UTF-8");
+		return ctl_usage_error(c, "the text is not valid UTF-8");
 	e = call(c, "Tokenize", parameters, &o);
 	if (e != EXIT_OK || !o)
 		return e;
-	json_array_foreach(json_object_get(o, "pieces"), i, piece) {
-		json_t *token = json_array_get(json_object_get(o, "tokens"), i);
+	args_begin(&a, o);
+	read_tokens(&a, &tokens, &pieces);
+	if (a.bad)
+		return ctl_bad_reply(c, &a);
+	json_array_foreach(pieces, i, piece) {
 		/* As JSON, so that a space or a newline can be seen. */
 		_cleanup_(freep) char *quoted = json_dumps(piece, JSON_ENCODE_ANY);
 
-		terminal_printf(&c->out, "%10lld  %s\n", (long long)json_integer_value(token),
+		terminal_printf(&c->out, "%10lld  %s\n",
+				(long long)json_integer_value(json_array_get(tokens, i)),
 				quoted ? quoted : "?");
 	}
 	return e;
@@ -327,51 +249,100 @@ static enum exit_code do_tokenize(struct ctl *c, const char *text)
 
 static enum exit_code do_interface(struct ctl *c)
 {
+	const char *description = NULL;
 	json_auto_t *o = NULL;
 	enum exit_code e = call(c, "org.varlink.service.GetInterfaceDescription",
 				json_pack("{s:s}", "interface", "org.residentd.Inference"), &o);
+	struct args a;
 
-	if (e == EXIT_OK && o)
-		terminal_printf(&c->out, "%s", string(o, "description"));
+	if (e != EXIT_OK || !o)
+		return e;
+	args_begin(&a, o);
+	if (!args_str(&a, "description", true, SIZE_MAX, &description, NULL))
+		return ctl_bad_reply(c, &a);
+	terminal_printf(&c->out, "%s", description);
 	return e;
 }
 
 /* ---- argv ---- */
 
+enum { ANY = INT_MAX }; /* arguments */
+
+static const struct command {
+	const char *name, *second; /* "model", "add" */
+	int min, max;              /* arguments behind the name */
+	bool socket;               /* is asked over the socket */
+	enum exit_code (*run)(struct ctl *c);
+} commands[] = {
+	{ "status", NULL, 0, 0, true, do_status },
+	{ "availability", NULL, 0, 0, true, do_availability },
+	{ "usage", NULL, 0, 0, true, do_usage },
+	{ "tokenize", NULL, 1, 1, true, do_tokenize },
+	{ "interface", NULL, 0, 0, true, do_interface },
+	{ "sessions", NULL, 0, 0, false, ctl_bus_sessions },
+	{ "holds", NULL, 0, 0, false, ctl_bus_holds },
+	{ "hold", NULL, 0, ANY, false, ctl_bus_hold },
+	{ "yield-gpu", NULL, 0, ANY, false, ctl_bus_yield_gpu },
+	{ "reload", NULL, 0, 0, false, ctl_bus_reload },
+	{ "model", "list", 0, 0, false, install_list },
+	{ "model", "add", 1, 1, false, install_add },
+	{ "model", "show", 1, 1, false, install_show },
+	{ "model", "remove", 1, 1, false, install_remove },
+	{ "model", "default", 1, 1, false, install_default },
+	{ "model", "load", 1, 1, false, ctl_bus_model_load },
+	{ "model", "unload", 0, 0, false, ctl_bus_model_unload },
+	{ "policy", "show", 0, 1, false, ctl_policy_show },
+	{ "policy", "set", 2, ANY, false, ctl_policy_set },
+	{ "policy", "check", 0, 0, false, ctl_policy_check },
+	{ "config", "check", 0, 0, false, ctl_policy_check_config },
+};
+
 static enum exit_code dispatch(struct ctl *c, int argc, char **argv)
 {
-	enum exit_code e;
-
 	if (argc == 0)
-		return usage_error(c, "a command is missing");
-	if (streq(argv[0], "model"))
-		return do_model(c, argc - 1, argv + 1);
-	if (argc != (streq(argv[0], "tokenize") ? 2 : 1))
-		return usage_error(c, "unknown command, or not its number of arguments");
-	e = connect_service(c);
-	if (e != EXIT_OK)
-		return e;
-	if (streq(argv[0], "status"))
-		return do_status(c);
-	if (streq(argv[0], "availability"))
-		return do_availability(c);
-	if (streq(argv[0], "usage"))
-		return do_usage(c);
-	if (streq(argv[0], "tokenize"))
-		return do_tokenize(c, argv[1]);
-	if (streq(argv[0], "interface"))
-		return do_interface(c);
-	return usage_error(c, "unknown command");
+		return ctl_usage_error(c, "a command is missing");
+	for (size_t i = 0; i < ARRAY_SIZE(commands); i++) {
+		const struct command *command = &commands[i];
+		int words = command->second ? 2 : 1;
+		enum exit_code e;
+
+		if (argc < words || !streq(argv[0], command->name) ||
+		    (command->second && !streq(argv[1], command->second)))
+			continue;
+		if (argc - words < command->min || argc - words > command->max)
+			return ctl_usage_error(c, "not this command's number of arguments");
+		c->arguments = argv + words;
+		e = command->socket ? connect_service(c) : EXIT_OK;
+		return e == EXIT_OK ? command->run(c) : e;
+	}
+	return ctl_usage_error(c, "unknown command");
 }
 
 int main(int argc, char **argv)
 {
-	enum { OPT_JSON = 256, OPT_DEFAULT, OPT_REPLACE, OPT_SPECIAL };
+	enum {
+		OPT_JSON = 256,
+		OPT_DEFAULT,
+		OPT_FORCE,
+		OPT_NAME,
+		OPT_SPECIAL,
+		OPT_RUNTIME,
+		OPT_WHO,
+		OPT_WHY,
+		OPT_BYTES,
+		OPT_ROOT
+	};
 	static const struct option options[] = {
 		{ "json", no_argument, NULL, OPT_JSON },
 		{ "default", no_argument, NULL, OPT_DEFAULT },
-		{ "replace", no_argument, NULL, OPT_REPLACE },
+		{ "force", no_argument, NULL, OPT_FORCE },
+		{ "name", required_argument, NULL, OPT_NAME },
 		{ "special", no_argument, NULL, OPT_SPECIAL },
+		{ "runtime", no_argument, NULL, OPT_RUNTIME },
+		{ "who", required_argument, NULL, OPT_WHO },
+		{ "why", required_argument, NULL, OPT_WHY },
+		{ "bytes", required_argument, NULL, OPT_BYTES },
+		{ "root", required_argument, NULL, OPT_ROOT },
 		{ "help", no_argument, NULL, 'h' },
 		{ "version", no_argument, NULL, 'V' },
 		{},
@@ -380,20 +351,34 @@ int main(int argc, char **argv)
 	enum exit_code e;
 	int option;
 
+	if (terminal_fill_standard() < 0)
+		return EXIT_ERROR;
 	terminal_init(&c.out, STDOUT_FILENO, false);
 	terminal_init(&c.err, STDERR_FILENO, false);
 	while ((option = getopt_long(argc, argv, "hV", options, NULL)) >= 0) {
 		switch (option) {
 		case OPT_JSON: c.json = true; break;
 		case OPT_DEFAULT: c.make_default = true; break;
-		case OPT_REPLACE: c.replace = true; break;
+		case OPT_FORCE: c.force = true; break;
+		case OPT_NAME: c.name = optarg; break;
 		case OPT_SPECIAL: c.special = true; break;
-		case 'h': fputs(usage_text, stdout); return EXIT_OK;
-		case 'V': puts(PROGRAM " " RESIDENTD_VERSION); return EXIT_OK;
+		case OPT_RUNTIME: c.runtime = true; break;
+		case OPT_WHO: c.who = optarg; break;
+		case OPT_WHY: c.why = optarg; break;
+		case OPT_BYTES: c.bytes = optarg; break;
+		case OPT_ROOT: c.root = optarg; break;
+		case 'h':
+			terminal_write(&c.out, usage_text, strlen(usage_text));
+			return (int)report_output(&c.err, PROGRAM, &c.out, EXIT_OK);
+		case 'V':
+			terminal_printf(&c.out, PROGRAM " %s\n", RESIDENTD_VERSION);
+			return (int)report_output(&c.err, PROGRAM, &c.out, EXIT_OK);
 		default: return EXIT_USAGE;
 		}
 	}
 	e = dispatch(&c, argc - optind, argv + optind);
+	e = report_output(&c.err, PROGRAM, &c.out, e);
 	resident_close(c.r);
+	resident_control_close(c.bus);
 	return (int)e;
 }

@@ -9,11 +9,22 @@
 
 #include "client/utf8.h"
 
+#include <fcntl.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <sys/ioctl.h>
 
 #define ERASE_LINE     "\r\033[K"
 #define PLAIN_EVERY_US 5000000
+
+int terminal_fill_standard(void)
+{
+	/* Not close-on-exec: a command that is run inherits these, too. */
+	for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
+		if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) < 0)
+			return -errno;
+	return 0;
+}
 
 void terminal_init(struct terminal *t, int fd, bool raw)
 {
@@ -46,7 +57,7 @@ int terminal_escape(struct buf *out, const char *text, size_t len)
 		}
 		r = buf_append(out, text + plain, i - plain);
 		if (r == 0)
-			r = c < 0x80 || n == 0 ? buf_printf(out, "\\x%02x", c)
+			r = c < 0x7f || n == 0 ? buf_printf(out, "\\x%02x", c)
 					       : buf_printf(out, "\\u%04x", c);
 		i += MAX(n, (size_t)1);
 		plain = i;
@@ -57,14 +68,26 @@ int terminal_escape(struct buf *out, const char *text, size_t len)
 static int write_all(int fd, const char *data, size_t len)
 {
 	while (len > 0) {
+		struct pollfd p = { .fd = fd, .events = POLLOUT };
 		ssize_t n = write(fd, data, len);
 
+		if (n < 0 && errno == EAGAIN)
+			n = poll(&p, 1, -1) < 0 ? -1 : 0;
 		if (n < 0)
 			return -errno;
 		data += n;
 		len -= (size_t)n;
 	}
 	return 0;
+}
+
+static int put(struct terminal *t, const char *data, size_t len)
+{
+	int r = write_all(t->fd, data, len);
+
+	if (r < 0 && r != -EINTR && t->error == 0)
+		t->error = r;
+	return r;
 }
 
 int terminal_write(struct terminal *t, const char *text, size_t len)
@@ -77,10 +100,10 @@ int terminal_write(struct terminal *t, const char *text, size_t len)
 	terminal_progress_erase(t);
 	t->at_start = text[len - 1] == '\n';
 	if (!t->tty || t->raw)
-		return write_all(t->fd, text, len);
+		return put(t, text, len);
 	r = terminal_escape(&escaped, text, len);
 	if (r == 0)
-		r = write_all(t->fd, escaped.data, escaped.len);
+		r = put(t, escaped.data, escaped.len);
 	buf_done(&escaped);
 	return r;
 }
@@ -109,7 +132,7 @@ int terminal_end_line(struct terminal *t)
 int terminal_dim(struct terminal *t, bool on)
 {
 	terminal_progress_erase(t);
-	return t->fancy ? write_all(t->fd, on ? "\033[2m" : "\033[0m", 4) : 0;
+	return t->fancy ? put(t, on ? "\033[2m" : "\033[0m", 4) : 0;
 }
 
 /* The first columns of text. Characters count as one column: a wide one in a model's name wraps the
@@ -140,7 +163,7 @@ void terminal_progress(struct terminal *t, const char *text)
 	if (t->fancy)
 		buf_append(&line, ERASE_LINE, strlen(ERASE_LINE));
 	if (terminal_escape(&line, text, fit(text, strlen(text), size.ws_col - 1u)) == 0 &&
-	    (t->fancy || buf_append(&line, "\n", 1) == 0) && write_all(t->fd, line.data, line.len) == 0)
+	    (t->fancy || buf_append(&line, "\n", 1) == 0) && put(t, line.data, line.len) == 0)
 		t->progress = t->fancy;
 	buf_done(&line);
 }
@@ -150,6 +173,5 @@ void terminal_progress_erase(struct terminal *t)
 	if (!t->progress)
 		return;
 	t->progress = false;
-	/* Nothing is lost when this fails: the next write fails too. */
-	(void)!write(t->fd, ERASE_LINE, strlen(ERASE_LINE));
+	put(t, ERASE_LINE, strlen(ERASE_LINE));
 }

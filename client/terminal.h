@@ -19,16 +19,20 @@ struct terminal {
 	bool at_start;        /* of a line */
 	bool progress;        /* a progress line stands there */
 	uint64_t progress_us; /* when it was drawn */
+	int error;            /* of the first write that failed; not -EINTR */
 };
 
+/* Before anything else is opened: a standard descriptor that is closed would become a socket or a
+ * pipe of the program, and take what is printed. What fills it fails on writing, as before. -errno. */
+int terminal_fill_standard(void);
 void terminal_init(struct terminal *t, int fd, bool raw);
 
 /* Appends text with C0 (but newline and tab), DEL, C1, bidi controls and bytes that are no UTF-8 as
- * \x1b, \u202e. -ENOMEM. */
+ * \x1b, \u202e. In JSON from jansson there are none that become \x, so it stays JSON. -ENOMEM. */
 int terminal_escape(struct buf *out, const char *text, size_t len);
 
-/* Writes all of it, escaped where t is a terminal; a progress line is erased first. -errno of
- * write(2): -EINTR when a signal handler ran. */
+/* Writes all of it, escaped where t is a terminal; a progress line is erased first. Waits where t
+ * does not block. -errno of write(2): -EINTR when a signal handler ran. */
 int terminal_write(struct terminal *t, const char *text, size_t len);
 _printf_(2, 3) int terminal_printf(struct terminal *t, const char *format, ...);
 /* Ends an unfinished line. */

@@ -45,7 +45,8 @@ static inline size_t utf8_next(const char *s, size_t n, uint32_t *ret_c)
 	return len;
 }
 
-static inline bool utf8_valid(const char *s, size_t n)
+/* Is all of it characters? NUL is one. */
+static inline bool utf8_decodable(const char *s, size_t n)
 {
 	uint32_t c;
 

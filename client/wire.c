@@ -179,7 +179,9 @@ int wire_put(json_t *obj, const char *key, json_t *value)
 
 int wire_put_text(json_t *obj, const char *key, const char *text)
 {
-	if (!utf8_valid(text, strlen(text)))
+	if (!text)
+		return -EINVAL;
+	if (!utf8_decodable(text, strlen(text)))
 		return -EILSEQ;
 	return wire_put(obj, key, json_string_nocheck(text));
 }
@@ -256,7 +258,7 @@ static int put_stop(json_t *obj, const char *const *stop)
 	int n = wire_put(obj, "stop", list);
 
 	for (; n == 0 && *stop; stop++) {
-		if (!utf8_valid(*stop, strlen(*stop)))
+		if (!utf8_decodable(*stop, strlen(*stop)))
 			return -EILSEQ;
 		n = json_array_append_new(list, json_string_nocheck(*stop)) < 0 ? -ENOMEM : 0;
 	}
@@ -298,6 +300,8 @@ int wire_put_options(json_t *parameters, const struct resident_options *options)
 		n = put_stop(obj, o.stop);
 	if (n == 0 && o.n_logit_bias > 0)
 		n = o.logit_bias ? put_logit_bias(obj, o.logit_bias, o.n_logit_bias) : -EINVAL;
+	if (n == 0 && o.want)
+		n = wire_put_text(obj, "want", o.want);
 	return n;
 }
 
@@ -306,6 +310,8 @@ int wire_put_messages(json_t *parameters, const struct resident_message *message
 	json_t *list = json_array();
 	int n = wire_put(parameters, "messages", list);
 
+	if (n == 0 && !messages && n_messages > 0)
+		return -EINVAL;
 	for (const struct resident_message *m = messages; n == 0 && m < messages + n_messages; m++) {
 		json_t *obj = json_object();
 
@@ -314,8 +320,6 @@ int wire_put_messages(json_t *parameters, const struct resident_message *message
 		for (size_t i = 0; i < ARRAY_SIZE(m->reserved); i++)
 			if (m->reserved[i])
 				return -E2BIG;
-		if (!m->role || !m->content)
-			return -EINVAL;
 		n = wire_put_text(obj, "role", m->role);
 		if (n == 0)
 			n = wire_put_text(obj, "content", m->content);

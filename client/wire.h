@@ -16,7 +16,8 @@
 
 /* obj[key] = value, which is taken. 0 or -ENOMEM, also when obj or value is NULL. */
 int wire_put(json_t *obj, const char *key, json_t *value);
-int wire_put_text(json_t *obj, const char *key, const char *text); /* -EILSEQ: no UTF-8 */
+/* -EINVAL: text is NULL; -EILSEQ: it is no UTF-8. */
+int wire_put_text(json_t *obj, const char *key, const char *text);
 int wire_put_messages(json_t *parameters, const struct resident_message *messages,
 		      size_t n_messages); /* -EILSEQ, -EINVAL, -E2BIG */
 int wire_put_options(json_t *parameters,

@@ -14,16 +14,19 @@ import re
 import select
 import shutil
 import signal
+import socket
 import stat
 import struct
 import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../sys"))
 from rd import BUILD, INTERFACE, MODEL, WAIT, Daemon, Skip, case, eventually, main, slow, user
+from splitgguf import split
 
 QUESTION = "What is 17 x 23?"
 ANSWER = "17 x 23 = 391."
@@ -56,9 +59,10 @@ class User:
         shutil.rmtree(self.home)
 
     def environment(self, more=None):
-        env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "RESIDENTD_MODELS")}
+        env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "RESIDENTD_IMPORT")}
         return {**env, "HOME": self.home, "XDG_STATE_HOME": os.path.join(self.home, "state"), "TERM": "xterm",
-                "LC_ALL": "C.UTF-8", "RESIDENTD_SOCKET": self.socket, **(more or {})}
+                "LC_ALL": "C.UTF-8", "RESIDENTD_SOCKET": self.socket,
+                "RESIDENTD_MODELS": os.path.join(self.home, "models"), **(more or {})}
 
     def run(self, program, *args, stdin=b"", status=0, env=None, umask=-1):
         """Returns standard output (bytes) and standard error (text)."""
@@ -84,6 +88,13 @@ class User:
         for word in words:
             assert word in err, f"{args}: no {word!r} in {err!r}"
 
+    def redirected(self, redirection, *args, program="resident"):
+        """Runs it with what a shell makes of the redirection; returns the status, standard output and error."""
+        done = subprocess.run(["sh", "-c", f'exec "$@" {redirection}', "sh", os.path.join(BUILD, program), *args],
+                              stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT, env=self.environment(),
+                              check=False)
+        return done.returncode, done.stdout, done.stderr.decode()
+
     def start(self, *args, **kw):
         return subprocess.Popen([os.path.join(BUILD, "resident"), *args], stdin=subprocess.DEVNULL,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment(), **kw)
@@ -94,6 +105,43 @@ class User:
 
     def turns(self):
         return [(t["role"], t["content"]) for t in self.transcript()["turns"]]
+
+
+class Fake:
+    """A service that answers every call with the same reply, or (None) never."""
+
+    def __init__(self, reply):
+        self.reply = reply
+        self.called = threading.Event()
+        self.connections = []
+
+    def __enter__(self):
+        self.directory = tempfile.mkdtemp(prefix="rd-fake-", dir="/tmp")
+        self.socket = os.path.join(self.directory, "s")
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(self.socket)
+        self.listener.listen()
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+        return self
+
+    def serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                c, _ = self.listener.accept()
+                self.connections.append(c)
+                while data := c.recv(1 << 16):
+                    self.called.set()
+                    if self.reply is not None and data.endswith(b"\0"):
+                        c.sendall(json.dumps({"parameters": self.reply}).encode() + b"\0")
+
+    def __exit__(self, *_):
+        for s in (self.listener, *self.connections):
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+            s.close()
+        self.thread.join()
+        shutil.rmtree(self.directory)
 
 
 class Terminal:
@@ -145,9 +193,9 @@ class Terminal:
                 raise AssertionError(f"never on the screen: {pattern!r} in {self.seen[self.mark:]!r}")
         self.mark += m.end()
 
-    def prompt(self, before=b""):
+    def prompt(self, before=b"", mark=rb"> "):
         """Waits for the prompt, and for the editor behind it: a Ctrl-D or Ctrl-C before means something else."""
-        self.wait_for(before + rb"> ")
+        self.wait_for(before + mark)
         eventually("the editor reads", lambda: not termios.tcgetattr(self.master)[3] & termios.ICANON)
 
     def type(self, text):
@@ -334,7 +382,7 @@ def status_2_wrong_options_or_input(daemon):
                      [*["--stop", "x"] * 17, "x"]):
             u.fails(2, ["resident"], *args)
         for args in ([], ["no-such-command"], ["status", "x"], ["--no-such-option"], ["tokenize"], ["model"],
-                     ["model", "add"], ["model", "remove", "x"]):
+                     ["model", "add"], ["model", "rename", "x"], ["model", "remove"]):
             u.fails(2, ["residentctl"], *args, program="residentctl")
         os.makedirs(u.directory)
         with open(u.last, "w", encoding="utf-8") as f:
@@ -345,10 +393,14 @@ def status_2_wrong_options_or_input(daemon):
 
 
 @case
-def status_1_the_service_refuses(daemon):
+def status_2_the_service_refuses_an_option(daemon):
     with User(daemon) as u:
-        u.fails(1, ["top_p"], "--top-p", "7", QUESTION)
-        got = u.json("--top-p", "7", QUESTION, status=1)
+        for option, word in (("--top-p=7", "top_p"), ("--top-p=0", "top_p"), ("--min-p=-1", "min_p"), ("-t101", "temperature"),
+                             ("--top-k=-1", "top_k"), ("--max-tokens=0", "max_tokens"), ("--seed=-1", "seed"),
+                             ("--think=-1", "max_thinking_tokens"), ("--stop=", "stop"), ("--want=gpt", "want")):
+            u.fails(2, [f"options.{word}"], option, QUESTION)
+        u.fails(2, ["'hi' is not a number or off"], "--think", "hi")
+        got = u.json("--top-p", "7", QUESTION, status=2)
         assert got["error"]["code"] == 10005 and "top_p" in got["error"]["message"], got
         assert got["text"] == "" and got["stop_reason"] is None, got
 
@@ -361,6 +413,36 @@ def status_1_the_answer_cannot_be_written(daemon):
         assert done.returncode == 1 and b"No space left" in done.stderr, done
 
 
+def output_fails(u, redirection, words, *args, **kw):
+    status, out, err = u.redirected(redirection, *args, **kw)
+    assert status == 1 and out == b"" and words in err, (redirection, args, status, out, err)
+
+
+@case
+def status_1_the_output_cannot_be_written(daemon):
+    with User(daemon) as u:
+        for args in (["--help"], ["-V"], ["--json", *OFF, QUESTION]):
+            output_fails(u, ">/dev/full", "cannot", *args)
+        for args in (["--help"], ["-V"], ["status"], ["--json", "status"], ["usage"], ["availability"], ["interface"],
+                     ["tokenize", "x"], ["model", "list"], ["--json", "model", "list"]):
+            output_fails(u, ">/dev/full", "No space left", *args, program="residentctl")
+
+
+@case
+def closed_standard_streams(daemon):
+    """They are not filled by the connection to the service, which would then get what is printed."""
+    with User(daemon) as u:
+        for redirection in (">&-", "<&- >&-"):
+            output_fails(u, redirection, "Bad file descriptor", *OFF, QUESTION)
+            output_fails(u, redirection, "Bad file descriptor", "--help")
+            output_fails(u, redirection, "Bad file descriptor", "status", program="residentctl")
+        for redirection in ("<&-", "2>&-", "<&- 2>&-"):
+            assert u.redirected(redirection, *OFF, "--show-thinking", QUESTION) == (0, ANSWER.encode(), "")
+            status, out, err = u.redirected(redirection, "--json", "usage", program="residentctl")
+            assert status == 0 and err == "" and one_line(out)["requests"] > 0, (status, out, err)
+        assert u.redirected("<&- >&- 2>&-", *OFF, QUESTION) == (1, b"", "")
+
+
 @case
 def status_3_no_service():
     with User("/nonexistent/socket") as u:
@@ -368,6 +450,8 @@ def status_3_no_service():
             u.fails(3, ["/nonexistent/socket", "residentd.socket"], *args)
         for command in ("status", "availability", "usage", "interface"):
             u.fails(3, ["/nonexistent/socket", "residentd.socket"], command, program="residentctl")
+        u.fails(2, ["unknown command"], "foo", program="residentctl")
+        u.fails(2, ["number of arguments"], "status", "x", program="residentctl")
         assert not os.path.exists(u.last)
 
 
@@ -389,6 +473,18 @@ def status_4_no_model():
             assert b"residentctl model add" in u.ctl("model", "list")[0]
             assert b"unavailable" in u.ctl("status")[0]
             u.fails(4, ["residentctl model add"], "tokenize", "x", program="residentctl")
+
+
+@case
+def status_4_the_model_is_for_something_else():
+    with tempfile.TemporaryDirectory() as root:
+        os.makedirs(os.path.join(root, "etc/residentd/models.d"))
+        with open(os.path.join(root, "etc/residentd/models.d/10.conf"), "w", encoding="ascii") as f:
+            f.write("[code]\nModels=*Coder*\n[chat]\nModels=Tiny*\n")
+        with Daemon(env={"RESIDENTD_ROOT": root}) as daemon, User(daemon) as u:
+            assert u.ask("--want", "chat", *OFF, QUESTION)[0] == ANSWER.encode()
+            u.fails(4, ["wanted"], "--want", "code", QUESTION)
+            assert u.json("--want", "code", QUESTION, status=4)["error"]["code"] == 10018
 
 
 @case
@@ -444,6 +540,22 @@ def status_130_interrupted_twice_ends_at_once(daemon):
                 time.sleep(0.05)
                 p.send_signal(signal.SIGINT)
             assert p.returncode == 130, "residentd is stopped, and resident waits for it"
+
+
+@case
+def status_130_interrupted_twice_in_a_call():
+    """A service that never answers OpenSession: nobody looks at the first SIGINT."""
+    with Fake(None) as service, User(service.socket) as u:
+        p = u.start("-c", QUESTION)
+        assert service.called.wait(WAIT), "resident calls nothing"
+        p.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert p.poll() is None, "the first asks, it does not end"
+        begin = time.monotonic()
+        p.send_signal(signal.SIGINT)
+        p.communicate(timeout=WAIT)
+        assert p.returncode == 130 and time.monotonic() - begin < 20, p.returncode
+        os.unlink(service.socket)  # for the `forget` of the end
 
 
 @case
@@ -557,6 +669,18 @@ def control_characters(daemon):
 
 
 @case
+def json_on_a_terminal():
+    """Also with a DEL, which JSON allows as it is and a terminal does not get."""
+    reply = {"tokens": [1], "pieces": ["a\x7f\x9b\u202e\n\x1b"]}
+    with Fake(reply) as service, User(service.socket) as u:
+        with Terminal(u, "--json", "tokenize", "x", program="residentctl") as t:
+            screen = t.finish()
+        os.unlink(service.socket)  # for the `forget` of the end
+    assert not re.search(rb"[\x7f\x1b]|\xc2\x9b|\xe2\x80", screen), screen
+    assert one_line(screen.replace(b"\r\n", b"\n")) == reply, screen
+
+
+@case
 def progress_is_shown_and_erased(daemon):
     with User(daemon) as u:
         with stopped(daemon), Terminal(u, *OFF, QUESTION, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as t:
@@ -646,6 +770,31 @@ def conversation_at_the_prompt(daemon):
 
 
 @case
+def prompt_takes_letters_that_are_not_ascii(daemon):
+    with User(daemon) as u, Terminal(u, *OFF, env={**DUMB, "LC_ALL": "C"}) as t:
+        t.prompt()
+        t.type("Gr\u00fc\u00dfe, \u4f60\u597d\r".encode())
+        eventually("the turn is kept", lambda: t.take(0.05) and os.path.exists(u.last))
+        assert u.turns()[0] == ("user", "Gr\u00fc\u00dfe, \u4f60\u597d"), u.turns()
+        t.type(b"/quit\r")
+        t.finish()
+
+
+@case
+def end_of_file_on_a_continuation_line(daemon):
+    """It sends what there is, and the prompt comes again."""
+    with User(daemon) as u, Terminal(u, *OFF, env=DUMB) as t:
+        t.prompt()
+        t.type(b"What is 17 x 23?\\\r")
+        t.prompt(mark=rb"\. ")
+        t.type(b"\x04")
+        t.prompt()
+        assert u.turns()[0] == ("user", "What is 17 x 23?\n"), u.turns()
+        t.type(b"\x04")
+        t.finish()
+
+
+@case
 def interrupt_at_the_prompt(daemon):
     with User(daemon) as u, Terminal(u, *LONG, env=DUMB) as t:
         t.prompt()
@@ -661,7 +810,11 @@ def interrupt_at_the_prompt(daemon):
         t.prompt(HELP_END + rb"\r\n")
         (_, question), (_, answer) = u.turns()
         assert question == STORY and 0 < len(answer.encode()) < 7000, u.turns()
-        t.type(b"\x04")
+        for _ in range(100):  # however fast they come, here they do not end the program
+            t.type(b"\x03")
+            time.sleep(0.0005)
+        # The last of them may have dropped the first of these.
+        eventually("it ends", lambda: t.type(b"/quit\r") or not t.take(0.2))
         t.finish()
 
 
@@ -709,7 +862,7 @@ def ctl_status_and_usage(daemon):
         assert own == daemon.call("GetUsage") and own["requests"] > 0, own
         assert f"requests  {own['requests']}\n" in out.decode(), out
         out, _ = u.ctl("model", "list")
-        assert out.startswith(NAME.encode() + b"  qwen35moe, ") and out.count(b"\n") == 1, out
+        assert out.startswith(NAME.encode() + b"  qwen35moe, ") and b"elsewhere" in out and out.count(b"\n") == 1, out
         assert one_line(u.ctl("--json", "model", "list")[0])["models"][0]["name"] == NAME
 
 
@@ -728,15 +881,42 @@ def ctl_tokenize_and_interface(daemon):
             assert u.ctl("interface") == (f.read(), "")
 
 
-def split_part(no, count):
-    """Part no (from 0) of a split GGUF file, with one tensor of one f32 number in it."""
-    def string(text):
-        return struct.pack("<Q", len(text)) + text
-    keys = [(b"general.architecture", struct.pack("<I", 8) + string(b"none")), (b"split.no", struct.pack("<IH", 2, no)),
-            (b"split.count", struct.pack("<IH", 2, count)), (b"split.tensors.count", struct.pack("<Ii", 5, count))]
-    data = b"GGUF" + struct.pack("<IQQ", 3, 1, len(keys)) + b"".join(string(key) + value for key, value in keys)
-    data += string(b"tensor.%d" % no) + struct.pack("<IQIQ", 1, 1, 0, 0)
-    return data + bytes(-len(data) % 32) + struct.pack("<f", 1.0) + bytes(28)
+@case
+def ctl_replies_of_the_wrong_type():
+    usage = {k: 1 for k in ("requests", "prompt_tokens", "cached_tokens", "answer_tokens", "thought_tokens", "engine_us")}
+    model = {"name": "m", "architecture": "a", "parameters": 1, "weight_bytes": 1}
+    right = {("usage",): usage, ("tokenize", "x"): {"tokens": [1], "pieces": ["x"]}, ("interface",): {"description": "x"},
+             ("model", "list"): {"models": [model]}}
+    wrong = {("usage",): [{}, {**usage, "requests": "1"}, {**usage, "engine_us": 1.5}, {**usage, "cached_tokens": -1}],
+             ("tokenize", "x"): [{}, {"tokens": [1]}, {"tokens": [1], "pieces": []}, {"tokens": ["1"], "pieces": ["x"]},
+                                 {"tokens": [1], "pieces": [1]}, {"tokens": 1, "pieces": "x"}],
+             ("interface",): [{}, {"description": 1}, {"description": None}],
+             ("model", "list"): [{}, {"models": {}}, {"models": [1]}, {"models": [{**model, "name": 1}]},
+                                 {"models": [{**model, "weight_bytes": "1"}]}]}
+    with Fake({}) as service, User(service.socket) as u:
+        for args, replies in wrong.items():
+            service.reply = right[args]
+            assert u.ctl(*args)[0]
+            for service.reply in replies:
+                u.fails(1, ["does not speak the protocol"], *args, program="residentctl")
+        os.unlink(service.socket)  # for the `forget` of the end
+
+
+@case
+def names_that_are_not_utf8():
+    with tempfile.TemporaryDirectory() as d, User("/nonexistent/socket") as u:
+        env = {"RESIDENTD_MODELS": os.path.join(d, "models")}
+        file = os.path.join(os.fsencode(d), b"m\xff.gguf")
+        shutil.copy(MODEL, file)
+        got = one_line(u.ctl("--json", "model", "add", "--name", b"n\xff", file, env=env)[0])
+        assert got["file"].startswith("n-") and got["default"], got
+        # One that somebody has copied there by hand.
+        shutil.copy(MODEL, os.path.join(os.fsencode(env["RESIDENTD_MODELS"]), b"z\xff.gguf"))
+        assert b"z\xff  8.4 MB" in u.ctl("model", "list", env=env)[0]
+        for status, *args in ((1, "list"), (1, "show", b"z\xff"), (2, "default", b"z\xff"), (2, "remove", b"z\xff")):
+            u.fails(status, ["UTF-8"], "--json", "model", *args, program="residentctl", env=env)
+        u.ctl("model", "remove", b"z\xff", env=env)
+        assert len(one_line(u.ctl("--json", "model", "list", env=env)[0])["models"]) == 1
 
 
 @case
@@ -751,20 +931,23 @@ def model_add():
 
         with Daemon(model=None, env=env) as daemon, User(daemon) as u:
             u.ask(QUESTION, status=4)
+            assert b"model add FILE" in u.ctl("model", "list", env=env)[0]
 
             broken = os.path.join(d, "broken.gguf")
             with open(MODEL, "rb") as f, open(broken, "wb") as g:
                 g.write(f.read(100_000))
             for path, word in ((broken, "broken.gguf"), (os.path.join(d, "absent.gguf"), "absent.gguf"), (d, d)):
                 out, err = add(path, status=1)
-                assert out == b"" and word in err, (out, err)
+                assert out == b"" and word in err and models not in err, (out, err)
                 assert not os.path.exists(models) or os.listdir(models) == [], os.listdir(models)
 
             out, err = add(MODEL)
-            name = os.path.basename(MODEL)
-            assert name.encode() in out and b"systemctl reload residentd" in out and err == "", (out, err)
-            assert sorted(os.listdir(models)) == ["default.gguf", name], os.listdir(models)
-            assert mode(os.path.join(models, name)) == 0o644 and mode(models) == 0o755
+            name = re.search(rb"Tiny-Qwen35MoE-stories-Q8_0-[0-9a-f]{12}\.gguf", out)[0].decode()
+            record = name.replace(".gguf", ".json")
+            assert b"systemctl reload residentd" in out and err == "", (out, err)
+            assert sorted(os.listdir(models)) == [name, record, "default.gguf"], os.listdir(models)
+            assert mode(os.path.join(models, name)) == mode(os.path.join(models, record)) == 0o644
+            assert mode(models) == 0o755
             assert os.readlink(default) == name, os.readlink(default)
             with open(MODEL, "rb") as f, open(os.path.join(models, name), "rb") as g:
                 assert f.read() == g.read(), "the copy differs"
@@ -772,20 +955,40 @@ def model_add():
             eventually("the model is loaded", lambda: daemon.call("GetAvailability")["state"] == "available")
             assert u.ask("-n", *OFF, QUESTION)[0] == ANSWER.encode()
 
-            before = sorted(os.listdir(models))
-            assert "--replace" in add(MODEL, status=1)[1]
-            assert name.encode() in add("--replace", MODEL)[0]
-            assert sorted(os.listdir(models)) == before
-
-            other = os.path.join(d, "other")  # without .gguf
+            other = os.path.join(d, "other")  # the same content
             shutil.copy(MODEL, other)
-            got = one_line(add("--json", other)[0])
-            assert got == {"directory": models, "name": "other.gguf", "bytes": os.path.getsize(MODEL),
-                           "default": False}, got
+            assert name.encode() in add(other)[0] and len(os.listdir(models)) == 3
+            with open(other, "rb") as f:
+                data = f.read()
+            with open(other, "wb") as f:
+                f.write(data.replace(b"Toy model", b"My  model", 1))
+            got = one_line(add("--json", "--name", "other", other)[0])
+            assert got["bytes"] == len(data) and got["file"].startswith("other-") and not got["default"], got
             assert os.readlink(default) == name, "the default is another model now"
-            assert one_line(add("--json", "--default", "--replace", other)[0])["default"]
-            assert os.readlink(default) == "other.gguf"
+            got = one_line(add("--json", "--default", other)[0])
+            assert got["default"] and got["existed"], got
+            assert os.readlink(default) == got["file"]
             daemon.check_alive()
+
+
+@case
+def model_commands():
+    with tempfile.TemporaryDirectory() as d:
+        env = {"RESIDENTD_MODELS": os.path.join(d, "models")}
+        with Daemon() as daemon, User(daemon) as u:
+            u.ctl("model", "add", "--name", "First", MODEL, env=env)
+            out, _ = u.ctl("model", "list", env=env)
+            assert re.fullmatch(rb"First-[0-9a-f]{12}  8\.4 MB, licence other, default, loaded\n", out), out
+            got = one_line(u.ctl("--json", "model", "list", env=env)[0])["models"]
+            assert len(got) == 1 and got[0]["title"] == NAME and got[0]["loaded"], got
+            lines = dict(re.findall(r"^ *(\w+)  (.*)$", u.ctl("model", "show", "First", env=env)[0].decode(), re.M))
+            assert lines["title"] == NAME and lines["sha256"] == got[0]["sha256"] and lines["loaded"] == "yes", lines
+            u.fails(1, ["Second"], "model", "show", "Second", program="residentctl", env=env)
+            u.fails(1, ["loaded", "--force"], "model", "remove", "First", program="residentctl", env=env)
+            assert b"default model now" in u.ctl("model", "default", got[0]["file"], env=env)[0]
+            out, _ = u.ctl("model", "remove", "--force", "First", env=env)
+            assert b"removed" in out and os.listdir(env["RESIDENTD_MODELS"]) == [], out
+            u.fails(2, ["number of arguments"], "model", "remove", program="residentctl", env=env)
 
 
 @case
@@ -793,19 +996,37 @@ def split_model_add():
     with tempfile.TemporaryDirectory() as d, User("/nonexistent/socket") as u:
         models = os.path.join(d, "models")
         env = {"RESIDENTD_MODELS": models}
-        names = [f"split-0000{i}-of-00002.gguf" for i in (1, 2)]
-        for i, name in enumerate(names):
-            with open(os.path.join(d, name), "wb") as f:
-                f.write(split_part(i, 2))
-        u.fails(1, [names[0]], "model", "add", os.path.join(d, names[1]), program="residentctl", env=env)
-        got = one_line(u.ctl("--json", "model", "add", os.path.join(d, names[0]), env=env)[0])
-        assert got["name"] == names[0] and got["default"], got
-        assert sorted(os.listdir(models)) == ["default.gguf", *names], os.listdir(models)
-        assert os.readlink(os.path.join(models, "default.gguf")) == names[0]
+        paths = split(MODEL, os.path.join(d, "split"), 2)
+        names = [os.path.basename(p) for p in paths]
+        u.fails(1, [names[0]], "model", "add", paths[1], program="residentctl", env=env)
+        got = one_line(u.ctl("--json", "model", "add", "--name", "s", paths[0], env=env)[0])
+        first = got["file"]
+        assert re.fullmatch(r"s-[0-9a-f]{12}-00001-of-00002\.gguf", first) and got["default"], got
+        expected = sorted([first, first.replace("-00001-", "-00002-"), first[:14] + ".json", "default.gguf"])
+        assert sorted(os.listdir(models)) == expected, os.listdir(models)
+        assert os.readlink(os.path.join(models, "default.gguf")) == first
+        with Daemon(model=os.path.join(models, first)) as daemon:
+            daemon.check_alive()
 
-        os.unlink(os.path.join(d, names[1]))
-        u.fails(1, [names[1]], "model", "add", "--replace", os.path.join(d, names[0]), program="residentctl", env=env)
-        assert sorted(os.listdir(models)) == ["default.gguf", *names], "a refused model took another with it"
+        os.unlink(paths[1])
+        u.fails(1, [names[1]], "model", "add", paths[0], program="residentctl", env=env)
+        assert sorted(os.listdir(models)) == expected, "a refused model took another with it"
+
+
+@case
+def interrupted_model_add():
+    with tempfile.TemporaryDirectory() as d, User("/nonexistent/socket") as u:
+        models = os.path.join(d, "models")
+        path = shutil.copy(MODEL, os.path.join(d, "large.gguf"))
+        os.truncate(path, 3 << 30)
+        with Terminal(u, "model", "add", path, program="residentctl", env={"RESIDENTD_MODELS": models},
+                      stdin=subprocess.DEVNULL) as t:
+            t.wait_for(rb"(needs .* available|shares the blocks)[^%]*(copying|reading)")
+            t.process.send_signal(signal.SIGINT)
+            while t.take(WAIT):
+                pass
+            assert t.process.wait(WAIT) == 1 and b"interrupted" in t.seen, t.seen
+        assert os.listdir(models) == [], os.listdir(models)
 
 
 if __name__ == "__main__":

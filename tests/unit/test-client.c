@@ -355,6 +355,44 @@ static void any_call(void **state)
 	end(&p, r);
 }
 
+/* Bug guard: a NULL text was a crash, and a malformed name made the service close the connection. */
+static void arguments_refused(void **state)
+{
+	static const char *const names[] = { "a..b", "Get Usage",      ".",   "",
+					     "-",    "org.residentd.", "a.B", "GetUsage\n" };
+	struct resident_session s = { .size = sizeof(s) };
+	struct play p;
+	struct resident *r = begin(&p, PLAY("<{\"method\":\"" METHOD "GetUsage\",\"parameters\":{}}",
+					    ">{\"parameters\":{}}"));
+	const int32_t *tokens;
+	char deep[400] = "", *reply = NULL;
+	size_t n;
+
+	(void)state;
+	assert_int_equal(resident_tokenize(r, NULL, false, &tokens, &n), -EINVAL);
+	assert_int_equal(resident_complete(r, NULL, NULL, false, NULL, NULL, NULL), -EINVAL);
+	assert_int_equal(resident_send(r, NULL, &hi, 1, NULL, NULL, NULL), -EINVAL);
+	assert_int_equal(resident_chat(r, NULL, 1, NULL, NULL, NULL), -EINVAL);
+	assert_int_equal(resident_cancel_request(r, NULL), -EINVAL);
+	assert_int_equal(resident_close_session(r, NULL), -EINVAL);
+	assert_int_equal(resident_clone_session(r, NULL, false, &s), -EINVAL);
+	assert_int_equal(resident_call(r, NULL, NULL, &reply), -EINVAL);
+	for (size_t i = 0; i < ARRAY_SIZE(names); i++)
+		if (resident_call(r, names[i], NULL, &reply) != -EINVAL)
+			fail_msg("'%s' is accepted", names[i]);
+	assert_int_equal(resident_call(r, "Get\xff", NULL, &reply), -EILSEQ);
+	/* As deep as a message may be, and in one more. */
+	strcpy(deep, "{\"a\":");
+	memset(deep + 5, '[', 63);
+	memset(deep + 5 + 63, ']', 63);
+	strcpy(deep + 5 + 126, "}");
+	assert_int_equal(resident_call(r, "GetUsage", deep, &reply), -EINVAL);
+	/* Nothing of it was sent. */
+	assert_int_equal(resident_call(r, "GetUsage", NULL, &reply), 0);
+	free(reply);
+	end(&p, r);
+}
+
 /* ---- requests ---- */
 
 static void events(void **state)
@@ -413,17 +451,30 @@ static void options(void **state)
 		.stop = stop,
 		.logit_bias = bias,
 		.n_logit_bias = 1,
+		.want = "code",
 	};
+	struct resident_options old; /* of a program that was built before there was `want` */
 	struct play p;
 	struct resident *r = begin(
-		&p, PLAY("<{\"method\":\"" METHOD "Complete\",\"parameters\":{\"prompt\":\"a\",\"session\":\"s\","
-			 "\"special\":true,\"options\":{\"max_thinking_tokens\":0,\"temperature\":0.0,"
-			 "\"min_p\":0.5,\"seed\":42,\"stop\":[\"\\n\\n\",\"END\"],\"logit_bias\":{\"7\":-1.5}}},"
-			 "\"more\":true}",
-			 DONE));
+		&p,
+		PLAY("<{\"method\":\"" METHOD "Complete\",\"parameters\":{\"prompt\":\"a\",\"session\":\"s\","
+		     "\"special\":true,\"options\":{\"max_thinking_tokens\":0,\"temperature\":0.0,"
+		     "\"min_p\":0.5,\"seed\":42,\"stop\":[\"\\n\\n\",\"END\"],\"logit_bias\":{\"7\":-1.5},"
+		     "\"want\":\"code\"}},\"more\":true}",
+		     DONE,
+		     "<{\"method\":\"" METHOD "Complete\",\"parameters\":{\"prompt\":\"a\",\"options\":"
+		     "{\"seed\":42}},\"more\":true}",
+		     DONE));
 
 	(void)state;
 	assert_int_equal(resident_complete(r, "s", "a", true, &o, NULL, NULL), 0);
+	assert_int_equal(resident_wait(r, -1), 0);
+	memset(&old, 0xff, sizeof(old));
+	memset(&old, 0, offsetof(struct resident_options, want));
+	old.size = offsetof(struct resident_options, want);
+	old.set = RESIDENT_SEED;
+	old.seed = 42;
+	assert_int_equal(resident_complete(r, NULL, "a", false, &old, NULL, NULL), 0);
 	assert_int_equal(resident_wait(r, -1), 0);
 	end(&p, r);
 }
@@ -452,6 +503,8 @@ static void options_refused(void **state)
 	assert_int_equal(resident_chat(r, &hi, 1, &grown.o, NULL, NULL), -E2BIG);
 	bad.content = "\xc3";
 	assert_int_equal(resident_chat(r, &bad, 1, NULL, NULL, NULL), -EILSEQ);
+	o = (struct resident_options){ .size = sizeof(o), .want = "\xff" };
+	assert_int_equal(resident_chat(r, &hi, 1, &o, NULL, NULL), -EILSEQ);
 	bad.content = NULL;
 	assert_int_equal(resident_chat(r, &bad, 1, NULL, NULL, NULL), -EINVAL);
 	bad = hi;
@@ -837,29 +890,18 @@ static void connecting(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(availability),
-		cmocka_unit_test(status),
-		cmocka_unit_test(sessions),
-		cmocka_unit_test(errors),
-		cmocka_unit_test(any_call),
-		cmocka_unit_test(events),
-		cmocka_unit_test(one_frame),
-		cmocka_unit_test(options),
-		cmocka_unit_test(options_refused),
-		cmocka_unit_test(logprobs),
-		cmocka_unit_test(cancel_from_callback),
-		cmocka_unit_test(cancel_too_late),
-		cmocka_unit_test(cancel_by_name),
-		cmocka_unit_test(request_fails),
-		cmocka_unit_test(service_dies),
-		cmocka_unit_test(event_loop),
-		cmocka_unit_test(refused_while_writing),
-		cmocka_unit_test(timeouts),
-		cmocka_unit_test(interrupted),
-		cmocka_unit_test(hostile_replies),
-		cmocka_unit_test(unasked_replies),
-		cmocka_unit_test(endless_frame),
-		cmocka_unit_test(connecting),
+		cmocka_unit_test(availability),    cmocka_unit_test(status),
+		cmocka_unit_test(sessions),        cmocka_unit_test(errors),
+		cmocka_unit_test(any_call),        cmocka_unit_test(arguments_refused),
+		cmocka_unit_test(events),          cmocka_unit_test(one_frame),
+		cmocka_unit_test(options),         cmocka_unit_test(options_refused),
+		cmocka_unit_test(logprobs),        cmocka_unit_test(cancel_from_callback),
+		cmocka_unit_test(cancel_too_late), cmocka_unit_test(cancel_by_name),
+		cmocka_unit_test(request_fails),   cmocka_unit_test(service_dies),
+		cmocka_unit_test(event_loop),      cmocka_unit_test(refused_while_writing),
+		cmocka_unit_test(timeouts),        cmocka_unit_test(interrupted),
+		cmocka_unit_test(hostile_replies), cmocka_unit_test(unasked_replies),
+		cmocka_unit_test(endless_frame),   cmocka_unit_test(connecting),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);
