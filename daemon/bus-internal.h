@@ -25,6 +25,9 @@
 /* Of an object path, its NUL included. */
 #define BUS_SESSION_PATH_SIZE (sizeof(BUS_SESSION "/") + SESSION_ID_LEN)
 
+/* As long as polkit itself keeps an administrator's word (auth_admin_keep). */
+#define INSPECT_US (300 * UINT64_C(1000000))
+
 /* A program on the bus that we remember until it leaves: it opened sessions, or watches them. */
 struct bus_peer {
 	struct bus_peer *prev, *next;
@@ -32,7 +35,7 @@ struct bus_peer {
 	char *name; /* unique */
 	uid_t uid;
 	sd_bus_track *track;
-	bool inspects; /* polkit lets it see all users' sessions */
+	uint64_t inspects_until_us; /* polkit lets it see all users' sessions; asked again after a while */
 };
 
 /* A session that ends when its peer leaves. */

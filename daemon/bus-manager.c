@@ -307,9 +307,6 @@ static int open_session(struct bus *b, sd_bus_message *m, const struct order *o,
 	int r;
 
 	(void)allowed;
-	code = service_check(d, &text);
-	if (code != ERROR_NONE)
-		return bus_fail(error, code, text, 0);
 	r = bus_sender(b, m, &uid, &pid);
 	if (r >= 0)
 		r = bus_peer(b, m, &peer);
@@ -317,8 +314,9 @@ static int open_session(struct bus *b, sd_bus_message *m, const struct order *o,
 		r = connect_client(d, uid, pid, &c, &fd);
 	if (r < 0)
 		return r;
-	if (!c->limits.allow)
-		return bus_fail(error, ERROR_NOT_AUTHORIZED, "the service's policy denies this user", 0);
+	code = service_check_client(c, &text);
+	if (code != ERROR_NONE)
+		return bus_fail(error, code, text, 0);
 	r = session_open(d, c, o->keep, &s);
 	if (r < 0)
 		return r;
@@ -373,7 +371,7 @@ static int list_sessions(struct bus *b, sd_bus_message *m, const struct order *o
 		return r;
 	/* From now on it is told of changes; too many such programs: then this one is not. */
 	if (bus_peer(b, m, &peer) >= 0)
-		peer->inspects = allowed;
+		peer->inspects_until_us = allowed ? now_us() + INSPECT_US : 0;
 	r = sd_bus_message_new_method_return(m, &reply);
 	if (r >= 0)
 		r = sd_bus_message_open_container(reply, 'a', "(ouxb)");

@@ -198,7 +198,7 @@ bool bus_sees(struct bus *b, uid_t uid)
 	if (sender == uid || sender == 0)
 		return true;
 	p = find_peer(b, sd_bus_message_get_sender(m));
-	return p && p->inspects;
+	return p && p->inspects_until_us > now_us();
 }
 
 int bus_own(struct bus *b, struct bus_peer *p, const struct session *s)
@@ -278,7 +278,7 @@ static void tell_peers(struct bus *b, uid_t uid, const char *interface, const ch
 		va_list ap;
 		int r;
 
-		if (p->uid != uid && p->uid != 0 && !p->inspects)
+		if (p->uid != uid && p->uid != 0 && p->inspects_until_us <= now_us())
 			continue;
 		r = sd_bus_message_new_signal(b->bus, &m, BUS_ROOT, interface, member);
 		if (r >= 0)
@@ -482,6 +482,12 @@ void bus_stop(struct daemon *d)
 
 	if (!b)
 		return;
+	/* Without the name nothing new comes; what had come is answered. */
+	if (b->bus && sd_bus_is_ready(b->bus) > 0) {
+		(void)sd_bus_release_name(b->bus, "org.residentd1");
+		while (sd_bus_process(b->bus, NULL) > 0)
+			;
+	}
 	disconnect(b);
 	sd_event_source_disable_unref(b->retry);
 	free(b);

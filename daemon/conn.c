@@ -173,8 +173,11 @@ static void refuse_and_close(struct conn *c, enum error_code code, const char *t
 	c->current = NULL;
 	conn_error(c, code, text, 0);
 	c->closing = true;
-	/* The peer's writes fail from here on; what it sent already is not read. */
+	/* The peer's writes fail from here on. What it sent already is thrown away: while it lies in the socket, a peer that waits to send more
+	 * would not wake up to see that. */
 	(void)shutdown(c->fd, SHUT_RD);
+	for (char thrown[4096]; recv(c->fd, thrown, sizeof(thrown), MSG_DONTWAIT) > 0;)
+		;
 }
 
 /* false: refused. */

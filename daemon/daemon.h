@@ -86,7 +86,10 @@ struct daemon {
 	} model_id, loading_id;
 	struct engine_config engine_config; /* what the engine has */
 	struct engine_load *loading;        /* with the engine */
-	bool reload_again;                  /* SIGHUP came meanwhile */
+	char *chosen_path;  /* by LoadModel, until the service ends; NULL: the configured one */
+	char *loading_path; /* becomes chosen_path when it has been loaded */
+	bool unloaded;      /* by UnloadModel: a reload does not undo it */
+	bool reload_again;  /* SIGHUP came meanwhile */
 	struct engine_stats stats;
 	bool ready_sent;
 

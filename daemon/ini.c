@@ -170,6 +170,12 @@ int ini_read(struct ini_reader *r, const char *path)
 	return take_lines(r, b.data, b.len);
 }
 
+/* The file may be as it should: it is we who cannot read it, or not now. */
+static bool cannot_look(int e)
+{
+	return e == -EMFILE || e == -ENFILE || e == -EIO || e == -EACCES || e == -EPERM;
+}
+
 int ini_read_layer(struct ini_reader *r, const char *path)
 {
 	int e = ini_read(r, path);
@@ -177,7 +183,7 @@ int ini_read_layer(struct ini_reader *r, const char *path)
 	if (e == 0 || e == -ENOENT || e == -ENOMEM || r->line)
 		return e;
 	ini_warn(r, "%s", strerror(-e));
-	return 0;
+	return r->strict && cannot_look(e) ? e : 0;
 }
 
 void ini_dropins_done(struct ini_dropins *d)
@@ -224,12 +230,13 @@ int ini_dropins_add(struct ini_dropins *d, const char *dir, struct buf *warnings
 	struct dirent *entry;
 	int r = 0;
 
-	if (!stream) {
-		if (errno != ENOENT)
-			ini_warn(&(struct ini_reader){ .path = dir, .warnings = warnings }, "%s",
-				 strerror(errno));
-		return 0;
+	if (!stream && errno != ENOENT) {
+		r = -errno;
+		ini_warn(&(struct ini_reader){ .path = dir, .warnings = warnings }, "%s", strerror(-r));
+		return d->strict && cannot_look(r) ? r : 0;
 	}
+	if (!stream)
+		return 0;
 	while (r == 0 && (entry = readdir(stream))) {
 		size_t n = strlen(entry->d_name);
 

@@ -26,6 +26,7 @@ struct ini_reader {
 	int (*assignment)(struct ini_reader *r, const char *key, const char *value);
 	void *userdata;
 	struct buf *warnings; /* may be NULL */
+	bool strict; /* ini_read_layer(): not permitted, no descriptors left and I/O errors are errors: the file may forbid something */
 	/* where it is; set by ini_read() */
 	const char *path;
 	unsigned line; /* the first of continued ones; 0: none */
@@ -47,6 +48,7 @@ struct ini_dropin {
 struct ini_dropins {
 	struct ini_dropin *items;
 	size_t n;
+	bool strict; /* the same for a directory */
 };
 
 /* Adds the *.conf of a directory, but none whose name is there already, and sorts by name. A directory that is not there is empty; one

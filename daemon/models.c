@@ -24,6 +24,8 @@ static char *wanted_path(const struct daemon *d)
 	_cleanup_(freep) char *path = NULL;
 	char *real;
 
+	if (d->chosen_path)
+		return strdup(d->chosen_path);
 	if (d->options.model)
 		return strdup(d->options.model);
 	if (d->config.model_path)
@@ -113,6 +115,8 @@ static int find_file(const char *dir, const char *name, char **ret_file, char **
 	DIR *d = opendir(dir);
 	int fd;
 
+	if (!d && errno == ENOENT)
+		return fail(ret_error, -ENOENT, "%s: there is no such model", name);
 	if (!d)
 		return fail(ret_error, -errno, "the models directory: %s", strerror(errno));
 	fd = dirfd(d);
@@ -173,6 +177,8 @@ int service_load_model(struct daemon *d, const char *name, bool as_default, char
 				    "cannot make %s the default here (%s): use `residentctl model default`",
 				    file, strerror(-r));
 	}
+	free(d->loading_path);
+	d->loading_path = strdup(path);
 	return service_post_load(d, TAKE_PTR(path));
 }
 

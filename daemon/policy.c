@@ -273,12 +273,16 @@ static int resolve(enum scope scope, const char *name, id_t *ret)
 	}
 	if (r == -ERANGE)
 		return -EINVAL;
+	errno = 0;
 	if (scope == SCOPE_GROUP)
 		gr = getgrnam(name);
 	else
 		pw = getpwnam(name);
+	/* Not found is one thing, not able to look another: the section may forbid something. */
 	if (!gr && !pw)
-		return -ENOENT;
+		return errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == EIO
+			       ? -errno
+			       : -ENOENT;
 	*ret = gr ? gr->gr_gid : pw->pw_uid;
 	return 0;
 }
@@ -403,13 +407,15 @@ static int read_files(struct ini_reader *ini, const struct ini_dropins *layers,
 int policy_read(const char *root, const char *state_dir, struct policy **ret, struct buf *warnings)
 {
 	_cleanup_(policy_freep) struct policy *p = calloc(1, sizeof(*p));
-	_cleanup_(ini_dropins_done) struct ini_dropins layers = {}, state = {};
+	_cleanup_(ini_dropins_done) struct ini_dropins layers = { .strict = true },
+						       state = { .strict = true };
 	_cleanup_(freep) char *dir = NULL;
 	struct ini_reader ini = {
 		.section = take_section,
 		.assignment = take_assignment,
 		.userdata = p,
 		.warnings = warnings,
+		.strict = true,
 	};
 	int r;
 

@@ -15,7 +15,7 @@
 #include <inttypes.h>
 
 #define ADMIN_GROUP            "residentd"
-#define CHECKS_PER_UID         16
+#define CHECKS_PER_UID         8 /* each may pin 16 descriptors that came with its message */
 #define TIMEOUT_US             (20 * UINT64_C(1000000))
 #define INTERACTIVE_TIMEOUT_US (300 * UINT64_C(1000000)) /* somebody looks for a password */
 
@@ -58,6 +58,15 @@ static void finish(struct check *c, int r)
 {
 	c->done(c->message, r, c->arg);
 	drop(c);
+}
+
+size_t polkit_n_pending(void)
+{
+	size_t n = 0;
+
+	for (const struct check *c = checks; c; c = c->next)
+		n++;
+	return n;
 }
 
 void polkit_drop_all(void)

@@ -16,6 +16,8 @@ typedef void (*polkit_done_fn)(sd_bus_message *m, int r, void *arg);
 /* action: "org.residentd1.hold". interactive: the message's own flag ALLOW_INTERACTIVE_AUTHORIZATION
  * is honoured when true. Keeps a reference of m until done. -ENOBUFS: too many questions of this uid;
  * -errno when nothing could be asked (done is not called then). */
+/* How many questions are under way. */
+size_t polkit_n_pending(void);
 int polkit_check(sd_bus_message *m, const char *action, bool interactive, polkit_done_fn done,
 		 void *arg);
 /* The connection is given up: no `done` any more. */

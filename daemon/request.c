@@ -422,6 +422,29 @@ static void tell_quota(struct daemon *d, const struct conn *c)
 		   c->limits.tokens_per_day);
 }
 
+/* What a request may still use: its prompt, as soon as that is known, and its answer. */
+static uint64_t tokens_reserved(const struct request *r)
+{
+	const struct engine_request *e = &r->engine;
+
+	return e->prompt.n + (uint64_t)MAX(e->max_tok, INT64_C(0)) + REPLY_GRACE_TOK +
+	       (r->thinking ? (uint64_t)MAX(e->max_thinking_tok, INT64_C(0)) : 0);
+}
+
+/* Of today's tokens, what is neither used nor set aside for the user's other requests (not for `except`). */
+static uint64_t tokens_left(struct daemon *d, uid_t uid, uint64_t per_day, const struct request *except)
+{
+	uint64_t taken;
+
+	if (per_day == UINT64_MAX)
+		return UINT64_MAX;
+	taken = quota_used(d->quota, uid, time(NULL));
+	for (const struct request *r = d->requests; r && taken < per_day; r = r->next)
+		if (r->uid == uid && r != except && r->kind != REQUEST_TOKENIZE)
+			taken += tokens_reserved(r);
+	return taken < per_day ? per_day - taken : 0;
+}
+
 /* Service, model, queue: may a request start at all? Answers itself when not. */
 static bool admit(struct conn *c, enum request_kind kind)
 {
@@ -451,7 +474,14 @@ static bool admit(struct conn *c, enum request_kind kind)
 		conn_error(c, ERROR_QUEUE_FULL, NULL, 0);
 		return false;
 	}
-	if (kind != REQUEST_TOKENIZE && quota_used(d->quota, c->uid, now) >= c->limits.tokens_per_day) {
+	if (kind != REQUEST_TOKENIZE && tokens_left(d, c->uid, c->limits.tokens_per_day, NULL) == 0) {
+		/* What runs may use less than was set aside for it. */
+		if (quota_used(d->quota, c->uid, now) < c->limits.tokens_per_day) {
+			conn_error(c, ERROR_QUOTA_EXCEEDED,
+				   "the rest of today's tokens is set aside for requests that run",
+				   1000);
+			return false;
+		}
 		tell_quota(d, c);
 		conn_error(c, ERROR_QUOTA_EXCEEDED, NULL,
 			   (uint32_t)MIN(quota_seconds_left(now) * 1000, (uint64_t)UINT32_MAX));
@@ -460,11 +490,30 @@ static bool admit(struct conn *c, enum request_kind kind)
 	return true;
 }
 
+/* Thought and answer together get no more than is left of today. -EDQUOT: the prompt alone is too much. */
+static int cut_to_quota(struct request *r)
+{
+	struct engine_request *e = &r->engine;
+	uint64_t left = tokens_left(r->daemon, r->uid, r->tokens_per_day, r);
+	int64_t answer;
+
+	if (left == UINT64_MAX)
+		return 0;
+	if (left <= e->prompt.n)
+		return -EDQUOT;
+	left = MIN(left - e->prompt.n, (uint64_t)INT64_MAX);
+	if (r->thinking && (e->max_thinking_tok < 0 || (uint64_t)e->max_thinking_tok > left / 2))
+		e->max_thinking_tok = MAX((int64_t)(left / 2), INT64_C(1));
+	answer = (int64_t)left - (r->thinking ? e->max_thinking_tok : 0);
+	if (e->max_tok < 0 || e->max_tok > answer)
+		e->max_tok = MAX(answer, INT64_C(1));
+	return 0;
+}
+
 /* What policy allows, where the client asked for more. */
 static void apply_limits(struct request *r, const struct policy_limits *l)
 {
 	struct engine_request *e = &r->engine;
-	uint64_t used;
 
 	e->sched.user = r->uid;
 	e->sched.weight = l->weight;
@@ -476,12 +525,8 @@ static void apply_limits(struct request *r, const struct policy_limits *l)
 		e->max_thinking_tok = l->max_thinking_tokens;
 		r->thinking = e->max_thinking_tok != 0;
 	}
-	if (l->tokens_per_day == UINT64_MAX)
-		return;
-	/* What is left of today bounds the answer too; admit() has seen to it that something is. */
-	used = quota_used(r->daemon->quota, r->uid, time(NULL));
-	if (used < l->tokens_per_day && e->max_tok > 0 && (uint64_t)e->max_tok > l->tokens_per_day - used)
-		e->max_tok = (int64_t)(l->tokens_per_day - used);
+	r->tokens_per_day = l->tokens_per_day;
+	cut_to_quota(r);
 }
 
 void request_start(struct conn *c, enum request_kind kind)
@@ -544,6 +589,7 @@ static void finish(struct request *r)
 		session_release(d, r->session);
 	request_free(r);
 	tell_positions(d);
+	service_touch(d);
 	service_check_stop(d);
 }
 
@@ -575,6 +621,9 @@ void request_prepared(struct request *r)
 		if (r->conn)
 			conn_reply_bytes(r->conn, &r->tokenized);
 		finish(r);
+	} else if (cut_to_quota(r) < 0) {
+		fail_request(r, ERROR_QUOTA_EXCEEDED,
+			     "the prompt is longer than what is left of today's tokens");
 	} else {
 		r->engine.mail.kind = ENGINE_REQUEST;
 		engine_post(d->engine, &r->engine.mail);

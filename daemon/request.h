@@ -30,7 +30,8 @@ struct request {
 	size_t n_messages;
 	const char *text; /* Complete, Tokenize */
 	size_t text_len;
-	int want; /* enum use; -1: whatever is loaded */
+	int want;                /* enum use; -1: whatever is loaded */
+	uint64_t tokens_per_day; /* of the user, when it was accepted */
 	bool continuation, thinking;
 	struct logit_bias *bias;
 	const char *stop[REPLY_STOP_MAX];

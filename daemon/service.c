@@ -254,6 +254,15 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 	const char *fields[] = { MESSAGE_ID_MODEL_LOADED, model, NULL };
 
 	d->loading = NULL;
+	if (load->err == 0) {
+		d->unloaded = !load->model;
+		if (d->unloaded || d->loading_path) {
+			free(d->chosen_path);
+			d->chosen_path = TAKE_PTR(d->loading_path);
+		}
+	}
+	free(d->loading_path);
+	d->loading_path = NULL;
 	add_user(load);
 	service_set_stats(d, &load->stats);
 	if (load->err == 0 && !load->model) {
@@ -324,6 +333,7 @@ void service_clone(struct daemon *d, struct conn *c, struct session *s, bool kee
 	to->context_used = s->context_used;
 	clone->from = s->engine;
 	clone->to = to->engine;
+	clone->kv_bytes_max = c->limits.kv_bytes_max;
 	clone->mail.kind = ENGINE_CLONE;
 	c->clone = clone;
 	engine_post(d->engine, &clone->mail);
@@ -441,9 +451,15 @@ void service_reload(struct daemon *d)
 	id = path ? identify(path) : d->model_id;
 	log_info("configuration reloaded");
 	/* Against what the engine has, not what was asked before: a load that failed is tried again. */
+	if (d->unloaded) {
+		notify_ready(d);
+		service_touch(d);
+		return;
+	}
 	if (d->model && memcmp(&id, &d->model_id, sizeof(id)) == 0 &&
 	    same_engine(&wanted, &d->engine_config)) {
 		notify_ready(d);
+		service_touch(d);
 		return;
 	}
 	start_load(d);
@@ -478,6 +494,8 @@ void service_done(struct daemon *d)
 	uses_done(&d->uses);
 	model_unref(d->model);
 	free(d->reason);
+	free(d->chosen_path);
+	free(d->loading_path);
 	free(d->usage);
 	config_done(&d->config);
 }

@@ -40,6 +40,7 @@ int service_read_policy(struct daemon *d)
 	log_lines(&warnings);
 	if (r < 0) {
 		policy_free(p);
+		uses_done(&uses);
 		log_error("cannot read the policy: %s%s", strerror(-r),
 			  d->policy ? ", keeping the one in force" : "");
 		return r;

@@ -6,6 +6,7 @@
  */
 #include "daemon/conn.h"
 #include "daemon/messages.h"
+#include "daemon/polkit.h"
 #include "daemon/request.h"
 
 #include <systemd/sd-daemon.h>
@@ -16,8 +17,8 @@
 /* Nothing that a stop would cost anybody: no client, no conversation kept, nothing held. */
 static bool is_idle(const struct daemon *d)
 {
-	return d->n_conns == 0 && d->n_sessions == 0 && d->n_requests == 0 && d->n_leases == 0 &&
-	       !d->loading;
+	return polkit_n_pending() == 0 && d->n_conns == 0 && d->n_sessions == 0 &&
+	       d->n_requests == 0 && d->n_leases == 0 && !d->loading;
 }
 
 static int on_idle(sd_event_source *source, uint64_t usec, void *arg)
@@ -26,8 +27,10 @@ static int on_idle(sd_event_source *source, uint64_t usec, void *arg)
 
 	(void)source;
 	(void)usec;
-	if (!is_idle(d))
+	if (!is_idle(d)) {
+		service_touch(d); /* looks again later; what ends meanwhile does so too */
 		return 0;
+	}
 	log_info("idle, ending; the next request starts the service again");
 	service_stop(d);
 	return 0;
@@ -41,7 +44,8 @@ void service_touch(struct daemon *d)
 	if (d->socket_path || span == 0 || span == UINT64_MAX || !d->event || d->state == SERVICE_STOPPING)
 		return;
 	d->idle_timer = sd_event_source_disable_unref(d->idle_timer);
-	if (is_idle(d))
+	/* A question to polkit that is under way has no other end that would be noticed here. */
+	if (is_idle(d) || polkit_n_pending() > 0)
 		(void)sd_event_add_time_relative(d->event, &d->idle_timer, CLOCK_MONOTONIC, span,
 						 1000000, on_idle, d);
 }

@@ -278,7 +278,8 @@ static void load_model(struct engine *e, struct engine_load *load)
 	mailbox_post(e->out, &load->mail);
 }
 
-static int clone_session(struct engine *e, const struct engine_session *from, struct engine_session *to)
+static int clone_session(struct engine *e, const struct engine_session *from,
+			 struct engine_session *to, uint64_t user_bytes_max)
 {
 	int r = tokens_append(&to->tokens, from->tokens.ids, from->tokens.n);
 
@@ -292,9 +293,12 @@ static int clone_session(struct engine *e, const struct engine_session *from, st
 	if (from->state && from->n_valid > 0 &&
 	    state_clone(from->state, e->model, e->arena, &to->state) == 0)
 		to->n_valid = from->n_valid;
+	while (user_bytes_max != UINT64_MAX && bytes_of_user(e, to->user) > user_bytes_max &&
+	       make_room(e, to, &to->user))
+		;
 	while (bytes_used(e) > e->kv_bytes_max && engine_make_room(e, to))
 		;
-	if (bytes_used(e) > e->kv_bytes_max)
+	if (bytes_used(e) > e->kv_bytes_max || bytes_of_user(e, to->user) > user_bytes_max)
 		session_forget(e, to);
 	return 0;
 }
@@ -308,7 +312,7 @@ static void take_mail(struct engine *e, struct mail *m)
 	case ENGINE_CLONE: {
 		struct engine_clone *c = (struct engine_clone *)m;
 
-		c->err = e->model ? clone_session(e, c->from, c->to) : -ENXIO;
+		c->err = e->model ? clone_session(e, c->from, c->to, c->kv_bytes_max) : -ENXIO;
 		engine_stats_fill(e, &c->stats);
 		m->kind = EVENT_CLONED;
 		mailbox_post(e->out, m);
@@ -349,6 +353,42 @@ static void drop_cancelled(struct engine *e)
 	}
 }
 
+/* What a request may come to need: pages for all it may read and write, its state and the checkpoint. */
+static uint64_t bytes_needed(const struct engine *e, const struct engine_request *req)
+{
+	uint64_t page = kv_arena_page_bytes(e->arena), tok = req->prompt.n + REPLY_GRACE_TOK;
+	uint64_t context = req->context_max > 0 ? MIN(req->context_max, e->context) : e->context;
+
+	tok += req->session ? req->session->tokens.n : 0;
+	tok += req->max_tok >= 0 ? (uint64_t)req->max_tok : context;
+	if (req->thinking_open)
+		tok += req->max_thinking_tok >= 0 ? (uint64_t)req->max_thinking_tok : context;
+	tok = MIN(tok, context);
+	return (e->model->kv.n_layer > 0 ? (tok / KV_PAGE_TOK + 3) * page : 0) +
+	       2 * e->model->recurrent_floats * sizeof(float);
+}
+
+/* Who is next. Nobody begins whose memory might have to come from those who have begun: they would lose an answer half said. */
+static struct engine_request *next_request(struct engine *e)
+{
+	struct engine_request *req = request_of(sched_pick(&e->sched, false));
+	uint64_t sum;
+
+	if (req->sched.running || !e->arena)
+		return req;
+	req->reserved_bytes = sum = bytes_needed(e, req);
+	for (struct sched_entry *s = e->sched.first; s; s = s->next)
+		if (s->running)
+			sum += request_of(s)->reserved_bytes;
+	if (sum > e->kv_bytes_max) {
+		struct sched_entry *begun = sched_pick(&e->sched, true);
+
+		if (begun)
+			return request_of(begun);
+	}
+	return req;
+}
+
 static void *engine_main(void *arg)
 {
 	struct engine *e = arg;
@@ -364,7 +404,7 @@ static void *engine_main(void *arg)
 		}
 		drop_cancelled(e);
 		if (e->sched.n > 0) {
-			run_step(e, request_of(sched_pick(&e->sched)));
+			run_step(e, next_request(e));
 		} else if (e->load) {
 			load_model(e, TAKE_PTR(e->load));
 		} else if (e->quit) {

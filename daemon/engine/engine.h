@@ -64,6 +64,7 @@ struct engine_load {
 struct engine_clone {
 	struct mail mail;
 	struct engine_session *from, *to;
+	uint64_t kv_bytes_max; /* of the user; UINT64_MAX: the service's */
 	int err;
 	struct engine_stats stats;
 };
@@ -93,7 +94,8 @@ struct engine_request {
 	/* Raised by the loop at any time. */
 	atomic_bool cancel; /* stop at the next step; the session stays usable at once */
 	atomic_bool gone; /* nobody will hear the answer: stop within a layer, at the price of the session's state */
-	struct run *run; /* the engine's */
+	struct run *run;         /* the engine's */
+	uint64_t reserved_bytes; /* the engine's: what it may come to need */
 	/* The outcome. */
 	enum error_code error;
 	char *error_text; /* NULL: the code's own */

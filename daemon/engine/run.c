@@ -349,8 +349,11 @@ static void run_end(struct engine *e, struct engine_request *req)
 	if (run) {
 		if (run->ses)
 			run->ses->running = false;
-		req->usage.prompt_tok = run->n_prompt;
-		req->usage.cached_tok = run->n_cached;
+		/* What was looked at, not what was sent: a prompt that is refused or given up costs what was done for it. */
+		req->usage.prompt_tok = run->prompt_done ? run->n_prompt
+					: run->reply ? MIN(run->n_prompt, run->ses->state->n_tok)
+						     : 0;
+		req->usage.cached_tok = MIN((uint64_t)run->n_cached, req->usage.prompt_tok);
 		req->usage.prefill_us = (run->prompt_done ? run->prompt_done_us : end_us) - run->start_us;
 		req->usage.decode_us = run->prompt_done ? end_us - run->prompt_done_us : 0;
 		if (run->reply)

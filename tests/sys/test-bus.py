@@ -665,6 +665,28 @@ def models_are_loaded_and_unloaded():
 
 
 @case
+def a_reload_undoes_no_choice():
+    with Machine(model=None) as m, m.client() as b:
+        for name in ("default", "other"):
+            shutil.copy(MODEL, os.path.join(m.models, name + ".gguf"))
+        b.manager("Reload")
+        eventually("the default is loaded", lambda: b.get("State") == "available")
+        b.manager("LoadModel", "sa{sv}", "other", {})
+        eventually("the other is mapped", lambda: "other.gguf" in open(f"/proc/{m.daemon.pid}/maps", encoding="ascii").read())
+        eventually("it is loaded", lambda: b.get("State") == "available")
+        n = m.log().count("residentd: model ")
+        b.manager("Reload")
+        eventually("it was reloaded", lambda: m.log().count("configuration reloaded") >= 2)
+        m.daemon.check_alive()
+        assert m.log().count("residentd: model ") == n, "the reload has loaded a model"
+        b.manager("UnloadModel")
+        eventually("it is unloaded", lambda: b.get("Model") == "/")
+        b.manager("Reload")
+        eventually("it was reloaded again", lambda: m.log().count("configuration reloaded") >= 3)
+        assert b.get("State") == "unavailable"
+
+
+@case
 def reload_and_dump(m):
     with m.client() as b:
         b.manager("Reload")

@@ -3,6 +3,7 @@
 """What policy allows: to whom, how much, how many at once; shares of time; what changes with a reload; idle exit."""
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -160,6 +161,70 @@ def tokens_of_a_day():
 
 
 @case
+def tokens_of_a_day_by_many_at_once():
+    """What is set aside for requests that run counts; a prompt that is refused costs nothing."""
+    with Ruled("[Default]\nTokensPerDay=100\n") as r, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(r.daemon.client()) for _ in range(20)]
+        for c in clients:
+            c.send("Complete", {"prompt": "Once", "options": slow()})
+        for c in clients:
+            with contextlib.suppress(Error):
+                c.reply()
+        usage = clients[0].call("GetUsage")
+        assert 0 < usage["prompt_tokens"] + usage["answer_tokens"] <= 100, usage
+    with Ruled("[Default]\nTokensPerDay=5000\n") as r:
+        with r.daemon.client() as c:
+            for _ in range(3):
+                with contextlib.suppress(Error):
+                    c.call("Complete", {"prompt": "a b c d " * 1000})
+            assert c.call("GetUsage")["prompt_tokens"] == 0
+            assert c.call("Chat", QUESTION)["text"] == "17 x 23 = 391."
+
+
+@case
+def two_users_do_not_end_each_other():
+    """Memory for one long answer: the second user's waits until the first has ended, neither fails."""
+    with Ruled("[Default]\n", conf={"Engine": {"KvBytesMax": 2500000}}) as r:
+        with r.daemon.client() as a, as_user(r.daemon.socket, 65534) as b:
+            streams = [c.stream("Complete", {"prompt": "Once", "options": slow(max_tokens=30000)}) for c in (a, b)]
+            first = next(streams[0])
+            assert first["request"]
+            for s in streams:
+                last = list(s)[-1]
+                assert last["stop_reason"] in ("length", "context"), last
+
+
+@case
+def clones_count():
+    with Ruled("[Default]\n") as r:
+        with r.daemon.client() as c:
+            session = c.call("OpenSession")["session"]
+            c.call("Send", dict(QUESTION, session=session))
+            one = r.daemon.status()["kv_bytes_used"]
+            r.rules(f"[Default]\nKvBytesMax={one + one // 2}\n")
+            for _ in range(10):
+                c.call("CloneSession", {"session": session})
+            c.call("Send", dict(QUESTION, session=session))
+            used = r.daemon.status()["kv_bytes_used"]
+            assert used <= one + one // 2, f"{used} bytes, one session has {one}"
+
+
+@case
+def rules_that_cannot_be_read_change_nothing():
+    """Without descriptors left the files are not empty: who was denied stays denied."""
+    with Ruled("[User 65534]\nAllow=no\n") as r:
+        with as_user(r.daemon.socket, 65534) as c, contextlib.ExitStack() as stack:
+            c.expect(OURS + "NotAuthorized", "Chat", QUESTION)
+            resource.prlimit(r.daemon.pid, resource.RLIMIT_NOFILE, (r.daemon.n_fds() + 5, 4096))
+            for _ in range(8):
+                stack.enter_context(r.daemon.client())
+            eventually("no descriptor is left", lambda: "cannot accept" in r.daemon.log())
+            r.daemon.process.send_signal(signal.SIGHUP)
+            eventually("the policy cannot be read", lambda: "cannot read the policy" in r.daemon.log())
+            c.expect(OURS + "NotAuthorized", "Chat", QUESTION)
+
+
+@case
 def context_and_thinking():
     with Ruled("[Default]\nContextMax=64\nMaxThinkingTokens=0\n") as r:
         with r.daemon.client() as c:
@@ -241,6 +306,9 @@ def idle_exit():
                 time.sleep(1.5)
                 with daemon.client() as c:
                     c.call("CloseSession", {"session": session})
+                    # Gone in the middle of an answer: that ends after the connection, and is what the clock starts from.
+                    c.send("Complete", {"prompt": "Once", "options": slow()}, more=True)
+                    assert c.reply()[0]["request"]
                 assert daemon.process.wait(20) == 0
                 assert "idle" in daemon.log(), daemon.log()
             # The next client waits in systemd's socket and is answered by the next start.

@@ -212,7 +212,9 @@ static void test_clone(void **state)
 {
 	struct fixture f;
 	struct engine_session *a = engine_session_new(0), *b = engine_session_new(0);
-	struct engine_clone clone = { .mail.kind = ENGINE_CLONE, .from = a, .to = b };
+	struct engine_clone clone = {
+		.mail.kind = ENGINE_CLONE, .from = a, .to = b, .kv_bytes_max = UINT64_MAX
+	};
 	struct buf first = {};
 	struct engine_request *r;
 
@@ -315,7 +317,8 @@ static void test_clone_spares_what_runs(void **state)
 	for (size_t i = 0; i < ARRAY_SIZE(clone); i++) {
 		clone[i] = (struct engine_clone){ .mail.kind = ENGINE_CLONE,
 						  .from = s[i + 1],
-						  .to = s[i + 2] };
+						  .to = s[i + 2],
+						  .kv_bytes_max = UINT64_MAX };
 		engine_post(f.engine, &clone[i].mail);
 	}
 	for (size_t i = 0; i < ARRAY_SIZE(clone); i++)

@@ -9,7 +9,7 @@ static void test_empty(void **state)
 	struct sched s = {};
 
 	(void)state;
-	assert_null(sched_pick(&s));
+	assert_null(sched_pick(&s, false));
 }
 
 static void test_order_of_arrival(void **state)
@@ -23,7 +23,7 @@ static void test_order_of_arrival(void **state)
 		sched_add(&s, &e[i]);
 	assert_int_equal(s.n, 4);
 	for (size_t i = 0; i < 4; i++) {
-		struct sched_entry *p = sched_pick(&s);
+		struct sched_entry *p = sched_pick(&s, false);
 
 		assert_int_equal(p->seq, expected[i]);
 		sched_remove(&s, p);
@@ -41,11 +41,13 @@ static void test_running_stays(void **state)
 
 	(void)state;
 	sched_add(&s, &young);
-	sched_pick(&s)->running = true;
+	sched_pick(&s, false)->running = true;
 	sched_add(&s, &old);
-	assert_ptr_equal(sched_pick(&s), &young);
+	assert_ptr_equal(sched_pick(&s, false), &young);
+	assert_ptr_equal(sched_pick(&s, true), &young);
 	sched_remove(&s, &young);
-	assert_ptr_equal(sched_pick(&s), &old);
+	assert_null(sched_pick(&s, true));
+	assert_ptr_equal(sched_pick(&s, false), &old);
 }
 
 /* Two users who always have work share the time by their weights, within one step's charge. */
@@ -64,7 +66,7 @@ static void test_shares_by_weight(void **state)
 	for (size_t i = 0; i < 3; i++)
 		sched_add(&s, &e[i]);
 	for (size_t step = 0; step < 100000; step++) {
-		struct sched_entry *p = sched_pick(&s);
+		struct sched_entry *p = sched_pick(&s, false);
 		uint64_t us;
 
 		seed = seed * 1664525 + 1013904223;
@@ -76,6 +78,30 @@ static void test_shares_by_weight(void **state)
 	}
 	/* Two requests of one user get him no more than one. */
 	assert_true(had[0] > 0 && had[1] / had[0] >= 2);
+}
+
+/* Asking one short thing after the other, never two at once, is no way around a weight. */
+static void test_leaving_forgives_nothing(void **state)
+{
+	struct sched s = {};
+	struct sched_entry heavy = { .seq = 1, .user = 1, .weight = 10000 };
+	uint64_t had[2] = {};
+
+	(void)state;
+	sched_add(&s, &heavy);
+	for (uint64_t seq = 2; seq < 20000; seq++) {
+		struct sched_entry light = { .seq = seq, .user = 2, .weight = 100 };
+
+		sched_add(&s, &light);
+		while (sched_pick(&s, false) == &heavy) {
+			had[0] += 1000;
+			sched_charge(&s, &heavy, 1000);
+		}
+		had[1] += 1000;
+		sched_charge(&s, &light, 1000);
+		sched_remove(&s, &light);
+	}
+	assert_true(had[0] >= 95 * had[1] && had[0] <= 105 * had[1]);
 }
 
 /* Who comes late begins where the others are: he has earned nothing by staying away, and owes nothing. */
@@ -92,7 +118,7 @@ static void test_newcomer_begins_at_the_floor(void **state)
 	sched_add(&s, &late);
 	assert_int_equal(late.vtime, old.vtime);
 	sched_charge(&s, &late, 1);
-	assert_ptr_equal(sched_pick(&s), &old);
+	assert_ptr_equal(sched_pick(&s, false), &old);
 	/* Also when everybody was away in between. */
 	sched_remove(&s, &old);
 	sched_remove(&s, &late);
@@ -110,15 +136,15 @@ static void test_class_within_a_user(void **state)
 
 	(void)state;
 	sched_add(&s, &idle);
-	sched_pick(&s)->running = true;
+	sched_pick(&s, false)->running = true;
 	sched_add(&s, &interactive);
-	assert_ptr_equal(sched_pick(&s), &interactive);
+	assert_ptr_equal(sched_pick(&s, false), &interactive);
 	sched_add(&s, &other);
 	sched_charge(&s, &interactive, 1000);
 	/* A class is no share: the other user's idle request is next now. */
-	assert_ptr_equal(sched_pick(&s), &other);
+	assert_ptr_equal(sched_pick(&s, false), &other);
 	sched_charge(&s, &other, 5000);
-	assert_ptr_equal(sched_pick(&s), &interactive);
+	assert_ptr_equal(sched_pick(&s, false), &interactive);
 }
 
 /* Random adds and removes of one user against a sorted array. */
@@ -149,10 +175,10 @@ static void test_property(void **state)
 			}
 		assert_int_equal(s.n, n);
 		if (n == 0) {
-			assert_null(sched_pick(&s));
+			assert_null(sched_pick(&s, false));
 			continue;
 		}
-		assert_ptr_equal(sched_pick(&s), &e[lowest]);
+		assert_ptr_equal(sched_pick(&s, false), &e[lowest]);
 		sched_charge(&s, &e[lowest], seed % 100);
 	}
 }
@@ -164,6 +190,7 @@ int main(void)
 		cmocka_unit_test(test_order_of_arrival),
 		cmocka_unit_test(test_running_stays),
 		cmocka_unit_test(test_shares_by_weight),
+		cmocka_unit_test(test_leaving_forgives_nothing),
 		cmocka_unit_test(test_newcomer_begins_at_the_floor),
 		cmocka_unit_test(test_class_within_a_user),
 		cmocka_unit_test(test_property),
