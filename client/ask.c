@@ -156,6 +156,7 @@ int ask_event(struct resident *r, const struct resident_event *e, void *userdata
 		snprintf(a->stop_reason, sizeof(a->stop_reason), "%s", e->stop_reason);
 		a->usage = *e->usage;
 		a->context_used = e->context_used;
+		snprintf(a->notice, sizeof(a->notice), "%s", e->notice ? e->notice : "");
 		return 0;
 	case RESIDENT_EVENT_FAILED: return 0;
 	}
@@ -254,6 +255,8 @@ enum exit_code ask_report(struct ask *a, const struct resident *r, int code)
 	if (streq(a->stop_reason, "length") && a->err->tty)
 		terminal_printf(a->err,
 				"resident: the answer was cut at its limit of tokens (--max-tokens)\n");
+	if (a->notice[0])
+		terminal_printf(a->err, "resident: %s\n", a->notice);
 	return EXIT_OK;
 }
 

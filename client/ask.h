@@ -25,6 +25,7 @@ struct ask {
 	char stop_reason[32];
 	struct resident_usage usage;
 	uint64_t context_used;
+	char notice[256];
 	bool interrupted; /* by SIGINT */
 	int output_error; /* of writing to out: -EPIPE... */
 	int code;         /* 0, or why the request failed; then also: */

@@ -275,6 +275,7 @@ static int finish_done(struct resident *r, struct args *a)
 
 	args_str(a, "stop_reason", true, FRAME_MAX, &e.stop_reason, NULL);
 	args_i64(a, "context_used", false, 0, INT64_MAX, &context_used);
+	args_str(a, "notice", false, FRAME_MAX, &e.notice, NULL);
 	if (args_object(a, "usage", false, &object)) {
 		args_begin(&u, object);
 		wire_read_usage(&u, &usage);

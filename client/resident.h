@@ -238,6 +238,7 @@ struct resident_event {
 	const struct resident_usage *usage;
 	uint64_t context_used; /* tokens in the session */
 	const struct resident_error *error;
+	const char *notice; /* with DONE: something about the service that its user should know, or NULL */
 };
 
 /* Called from resident_process() and resident_wait() only. Return 0; anything else cancels the

@@ -136,6 +136,7 @@ void service_done(struct daemon *d);
 int service_load_model(struct daemon *d, const char *name, bool make_default, char **ret_error);
 int service_unload_model(struct daemon *d); /* -EBUSY */
 void models_store_fd(struct daemon *d); /* hands the open model to systemd's store, for the next run */
+const char *models_notice(const struct daemon *d); /* what comes with every answer of this model; NULL: nothing */
 char *models_path(const struct daemon *d); /* the file to load now; malloc'd, NULL: out of memory */
 int service_open_quota(struct daemon *d);
 int service_read_policy(struct daemon *d); /* -errno: the one in force stays */

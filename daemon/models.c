@@ -18,6 +18,26 @@ static const char *models_directory(void)
 	return dir ? dir : MODELS_DIRECTORY;
 }
 
+/* The model that comes with residentd; NULL: none was installed with it. */
+static const char *toy_model(void)
+{
+	const char *path = getenv("RESIDENTD_TOY_MODEL");
+
+#ifdef RESIDENTD_TOY_MODEL
+	if (!path && !getenv("RESIDENTD_MODELS"))
+		path = RESIDENTD_TOY_MODEL;
+#endif
+	return path;
+}
+
+const char *models_notice(const struct daemon *d)
+{
+	return d->model && toy_model() && streq(d->model->path, toy_model())
+		       ? "this is the toy model that comes with residentd: it knows a few hundred questions; "
+			 "`sudo residentctl model add FILE.gguf --default` and a reload bring a real one"
+		       : NULL;
+}
+
 /* Which file to load: the option, the configuration, or the default of the models directory. malloc'd. */
 static char *wanted_path(const struct daemon *d)
 {
@@ -34,12 +54,9 @@ static char *wanted_path(const struct daemon *d)
 		path = NULL;
 		return NULL;
 	}
-#ifdef RESIDENTD_TOY_MODEL
-	/* So that the first request after an installation is answered, by something that says what it is. */
-	if (!getenv("RESIDENTD_MODELS") && access(path, F_OK) < 0 && errno == ENOENT &&
-	    access(RESIDENTD_TOY_MODEL, R_OK) == 0)
-		return strdup(RESIDENTD_TOY_MODEL);
-#endif
+	/* So that the first request after an installation is answered; the answer comes with models_notice(). */
+	if (toy_model() && access(path, F_OK) < 0 && errno == ENOENT && access(toy_model(), R_OK) == 0)
+		return strdup(toy_model());
 	/* A link to the first part of a split model: its name is how the others are found. */
 	real = realpath(path, NULL);
 	return real ? real : TAKE_PTR(path);

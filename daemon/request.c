@@ -727,6 +727,8 @@ static json_t *final_frame(struct request *r)
 				usage_json(&r->engine.usage), "context_used",
 				(json_int_t)r->engine.context_used);
 
+	if (obj && models_notice(r->daemon))
+		(void)json_object_set_new(obj, "notice", json_string(models_notice(r->daemon)));
 	if (!obj || r->more)
 		return obj;
 	(void)json_object_set_new(obj, "request", id_json(r));

@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 import time
 
@@ -350,6 +351,21 @@ def model_in_the_store_of_systemd():
             with Daemon(model=path, sockets=[listener, stored], path=os.path.join(d, "s"),
                         env={"LISTEN_FDNAMES": "residentd.socket:model"}) as daemon:
                 daemon.check_alive()
+
+
+@case
+def toy_model_says_what_it_is():
+    """Without a model of its own the service answers with the toy, and every answer says so, apart from its text."""
+    with tempfile.TemporaryDirectory() as d:
+        with Daemon(model=None, env={"RESIDENTD_MODELS": d, "RESIDENTD_TOY_MODEL": MODEL}) as daemon:
+            answer = daemon.call("Chat", QUESTION)
+            assert answer["text"] == "17 x 23 = 391." and "model add" in answer["notice"], answer
+            p = subprocess.run([os.path.join(BUILD, "resident"), "-n", "-t", "0", "--think", "off", "What is 17 x 23?"],
+                               env=dict(os.environ, RESIDENTD_SOCKET=daemon.socket), stdin=subprocess.DEVNULL,
+                               capture_output=True, text=True, timeout=60, check=False)
+            assert p.returncode == 0 and p.stdout == "17 x 23 = 391." and "model add" in p.stderr, p
+    with Daemon() as daemon:
+        assert "notice" not in daemon.call("Chat", QUESTION)
 
 
 @case
