@@ -12,6 +12,7 @@
  * conn.c      one client: bytes in, calls in order, frames out
  * methods.c   what each method of the interface does
  * uses.c      which models serve chat, code, small, best
+ * pressure.c  idle conversations give memory back when it is short
  * policy.c    who may ask for how much; quota.c what he has used today
  * bus.c       control on D-Bus; polkit.c who may; lease.c what is held by a descriptor
  *
@@ -112,8 +113,9 @@ struct daemon {
 	struct policy *policy;
 	struct uses uses;
 	struct quota *quota;
-	sd_event_source *quota_timer, *idle_timer;
-	bool quota_failed; /* told once */
+	sd_event_source *quota_timer, *idle_timer, *pressure_source;
+	uint64_t pressure_us; /* when it was reacted to last */
+	bool quota_failed;    /* told once */
 	struct lease *leases;
 	size_t n_leases;
 	struct bus *bus;

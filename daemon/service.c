@@ -9,6 +9,7 @@
 #include "daemon/lease.h"
 #include "daemon/messages.h"
 #include "daemon/methods.h"
+#include "daemon/pressure.h"
 #include "daemon/request.h"
 #include "daemon/session.h"
 
@@ -418,6 +419,7 @@ int service_start(struct daemon *d)
 		r = sd_event_add_io(d->event, &d->mail_source, d->mail.event_fd, EPOLLIN, on_mail, d);
 	if (r < 0)
 		return r;
+	pressure_start(d);
 	start_load(d);
 	return 0;
 }
@@ -479,6 +481,7 @@ void service_done(struct daemon *d)
 		session_close_all(d);
 		d->engine = engine_free(d->engine);
 	}
+	pressure_stop(d);
 	lease_free_all(d);
 	bus_stop(d);
 	if (d->mail.tail)

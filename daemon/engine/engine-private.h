@@ -27,8 +27,8 @@ struct engine_session {
 struct engine {
 	struct mailbox inbox, *out;
 	pthread_t thread;
-	struct mail wake, quit_mail;
-	atomic_bool wake_posted, no_loads;
+	struct mail wake, shrink, quit_mail;
+	atomic_bool wake_posted, shrink_posted, no_loads;
 	bool quit_posted, joined; /* loop thread */
 	bool quit;
 	struct engine_load *load; /* waits for the last request */

@@ -9,6 +9,8 @@
  */
 #include "daemon/engine/engine-private.h"
 
+#include <malloc.h>
+
 void engine_event_free(struct engine_event *e)
 {
 	if (!e)
@@ -319,6 +321,12 @@ static void take_mail(struct engine *e, struct mail *m)
 		break;
 	}
 	case ENGINE_WAKE: atomic_store(&e->wake_posted, false); break;
+	case ENGINE_SHRINK:
+		atomic_store(&e->shrink_posted, false);
+		while (e->model && engine_make_room(e, NULL))
+			;
+		(void)malloc_trim(0);
+		break;
 	case ENGINE_QUIT: e->quit = true; break;
 	}
 }
@@ -422,6 +430,7 @@ int engine_new(struct mailbox *to_loop, struct engine **ret)
 		return -ENOMEM;
 	e->out = to_loop;
 	e->wake.kind = ENGINE_WAKE;
+	e->shrink.kind = ENGINE_SHRINK;
 	e->quit_mail.kind = ENGINE_QUIT;
 	r = mailbox_init(&e->inbox, false);
 	if (r < 0) {
@@ -447,6 +456,12 @@ void engine_wake(struct engine *e)
 {
 	if (!atomic_exchange(&e->wake_posted, true))
 		mailbox_post(&e->inbox, &e->wake);
+}
+
+void engine_shrink(struct engine *e)
+{
+	if (!atomic_exchange(&e->shrink_posted, true))
+		mailbox_post(&e->inbox, &e->shrink);
 }
 
 void engine_refuse_loads(struct engine *e)

@@ -26,6 +26,7 @@ enum engine_mail {
 	ENGINE_FREE,    /* struct engine_session: gone for good */
 	ENGINE_CLONE,   /* struct engine_clone */
 	ENGINE_WAKE,    /* static: look at the flags */
+	ENGINE_SHRINK,  /* static: idle sessions forget their states */
 	ENGINE_QUIT,    /* static: end what runs, return everything, stop */
 };
 
@@ -122,6 +123,7 @@ void engine_event_free(struct engine_event *e);
 int engine_new(struct mailbox *to_loop, struct engine **ret);
 void engine_post(struct engine *e, struct mail *m);
 void engine_wake(struct engine *e);
+void engine_shrink(struct engine *e); /* memory is short */
 /* A model that has not begun to load comes back with -ECANCELED from here on. */
 void engine_refuse_loads(struct engine *e);
 /* Asks the thread to end: running and waiting requests come back with ERROR_STOPPING. engine_join() waits for it (its last mail may be

@@ -186,6 +186,8 @@ class Daemon:
             environment["ASAN_OPTIONS"] = environment.get("ASAN_OPTIONS", "") + ":quarantine_size_mb=4"
         # A private service has no business on the machine's bus.
         environment["DBUS_SYSTEM_BUS_ADDRESS"] = "unix:path=/nonexistent"
+        # What others use of the memory must not decide what is cached.
+        environment["MEMORY_PRESSURE_WATCH"] = "/dev/null"
         environment.update(env or {})
         if sockets is not None:
             # The number of the process that will be residentd is known to itself only.

@@ -354,6 +354,26 @@ def model_in_the_store_of_systemd():
 
 
 @case
+def memory_pressure():
+    """What systemd or the kernel says: idle conversations give their memory back and lose nothing else."""
+    with tempfile.TemporaryDirectory() as d:
+        path = os.path.join(d, "pressure")
+        os.mkfifo(path)
+        with Daemon(env={"MEMORY_PRESSURE_WATCH": path}) as daemon:
+            with daemon.client() as c:
+                session = c.call("OpenSession")["session"]
+                c.call("Send", dict(QUESTION, session=session))
+                assert c.call("Send", dict(QUESTION, session=session))["usage"]["cached_tokens"] > 0
+                with open(path, "wb", buffering=0) as f:
+                    f.write(b"x")
+                eventually("it is noticed", lambda: "memory is short" in daemon.log())
+                said = c.call("Send", dict(QUESTION, session=session))
+                assert said["usage"]["cached_tokens"] == 0 and said["usage"]["prompt_tokens"] > 60, said
+    with Daemon(env={"MEMORY_PRESSURE_WATCH": "/nonexistent/file"}) as daemon:
+        daemon.check_alive()
+
+
+@case
 def toy_model_says_what_it_is():
     """Without a model of its own the service answers with the toy, and every answer says so, apart from its text."""
     with tempfile.TemporaryDirectory() as d:
