@@ -13,6 +13,7 @@
 #include <grp.h>
 #include <pwd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <systemd/sd-login.h>
 
 #define READ_CHUNK      65536
@@ -520,6 +521,8 @@ int conn_adopt(struct daemon *d, int fd, uid_t uid, pid_t pid, struct conn **ret
 {
 	const struct passwd *pw;
 	struct conn *c;
+	struct stat st;
+	char proc[32];
 	int r, n = 256;
 
 	r = conn_add(d, fd, uid, pid, &c);
@@ -529,7 +532,9 @@ int conn_adopt(struct daemon *d, int fd, uid_t uid, pid_t pid, struct conn **ret
 	c->gids = calloc((size_t)n, sizeof(gid_t));
 	if (pw && c->gids && getgrouplist(pw->pw_name, pw->pw_gid, c->gids, &n) >= 0)
 		c->n_gids = (size_t)n;
-	if (sd_pid_get_unit(pid, &c->unit) < 0)
+	/* The bus knows the process that connected; by now its number may be somebody else's. */
+	snprintf(proc, sizeof(proc), "/proc/%d", pid);
+	if (pid <= 0 || stat(proc, &st) < 0 || st.st_uid != uid || sd_pid_get_unit(pid, &c->unit) < 0)
 		c->unit = NULL;
 	ask_policy(c);
 	*ret = c;
