@@ -45,6 +45,19 @@ void ask_at_prompt(bool yes)
 	atomic_store(&at_prompt, yes);
 }
 
+int ask_wait_input(int fd)
+{
+	struct pollfd p[2] = {
+		{ .fd = fd, .events = POLLIN },
+		{ .fd = interrupt_pipe[0], .events = POLLIN },
+	};
+
+	while (poll(p, 2, -1) < 0)
+		if (errno != EINTR) /* the handler has written into the pipe */
+			return -errno;
+	return p[1].revents ? -EINTR : 0;
+}
+
 bool ask_take_interrupt(void)
 {
 	char bytes[64];

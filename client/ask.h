@@ -42,6 +42,8 @@ struct ask {
 int ask_catch_interrupts(void);
 /* At a prompt it is for the line, however often it comes. */
 void ask_at_prompt(bool yes);
+/* Waits until fd can be read: 0; or for SIGINT, which may have come before: -EINTR; -errno. */
+int ask_wait_input(int fd);
 /* Did SIGINT come since the last call? */
 bool ask_take_interrupt(void);
 

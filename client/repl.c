@@ -14,6 +14,7 @@
 #include <histedit.h>
 #include <locale.h>
 #include <sys/stat.h>
+#include <wchar.h>
 
 #define HISTORY_LINES 1000
 
@@ -33,6 +34,28 @@ static char *show_prompt(EditLine *el)
 
 	el_get(el, EL_CLIENTDATA, &p);
 	return (char *)p->prompt;
+}
+
+/* For the editor, whose own way misses a Ctrl-C that comes between two keys: it would wait for the next. */
+static int read_key(EditLine *el, wchar_t *ret)
+{
+	mbstate_t state = {};
+	char byte;
+	ssize_t n;
+
+	(void)el;
+	for (;;) {
+		if (ask_wait_input(STDIN_FILENO) < 0)
+			return -1;
+		n = read(STDIN_FILENO, &byte, 1);
+		if (n <= 0)
+			return (int)n;
+		switch (mbrtowc(ret, &byte, 1, &state)) {
+		case (size_t)-2: continue;
+		case (size_t)-1: *ret = 0xfffd; return 1;
+		default: return 1;
+		}
+	}
 }
 
 /* One line without its newline into *line. 0; -EINTR: Ctrl-C; -ENODATA: Ctrl-D. */
@@ -366,6 +389,7 @@ enum exit_code repl_run(struct chat *c, const char *system)
 		el_set(p.el, EL_CLIENTDATA, &p);
 		el_set(p.el, EL_PROMPT, show_prompt);
 		el_set(p.el, EL_EDITOR, "emacs");
+		el_set(p.el, EL_GETCFN, read_key);
 		open_history(&p);
 		loop(&p);
 		if (c->transcript.n > 1)
