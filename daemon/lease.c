@@ -25,15 +25,6 @@ const char *lease_kind_to_string(enum lease_kind k)
 	return "hold";
 }
 
-size_t lease_count(const struct daemon *d, enum lease_kind kind)
-{
-	size_t n = 0;
-
-	for (const struct lease *l = d->leases; l; l = l->next)
-		n += l->kind == kind;
-	return n;
-}
-
 static struct lease *lease_free(struct lease *l)
 {
 	if (!l)

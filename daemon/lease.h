@@ -27,5 +27,4 @@ struct lease {
 int lease_new(struct daemon *d, enum lease_kind kind, uid_t uid, pid_t pid, const char *who,
 	      const char *why, uint64_t bytes, int *ret_fd);
 void lease_free_all(struct daemon *d);
-size_t lease_count(const struct daemon *d, enum lease_kind kind);
 const char *lease_kind_to_string(enum lease_kind k);

@@ -196,7 +196,13 @@ int service_load_model(struct daemon *d, const char *name, bool as_default, char
 	}
 	free(d->loading_path);
 	d->loading_path = strdup(path);
-	return service_post_load(d, TAKE_PTR(path));
+	r = service_post_load(d, TAKE_PTR(path));
+	if (r < 0) {
+		free(d->loading_path);
+		d->loading_path = NULL;
+		return fail(ret_error, r, "no memory");
+	}
+	return 0;
 }
 
 int service_unload_model(struct daemon *d)
