@@ -137,10 +137,13 @@ static bool available(struct conn *c)
 	return false;
 }
 
-json_t *session_json(const struct daemon *d, const struct session *s)
+json_t *session_json(const struct conn *c, const struct session *s)
 {
+	/* What this user may fill of it. */
+	uint32_t context = MIN(c->daemon->stats.context, c->limits.context_max);
+
 	return json_pack("{ss sI sI}", "session", s->id, "context_used",
-			 (json_int_t)s->context_used, "context_max", (json_int_t)d->stats.context);
+			 (json_int_t)s->context_used, "context_max", (json_int_t)context);
 }
 
 /* The caller's session, or NULL after an error was sent. */
@@ -179,7 +182,7 @@ static void open_session(struct conn *c, struct args *a)
 			return;
 		}
 	}
-	obj = session_json(d, s);
+	obj = session_json(c, s);
 	if (obj)
 		(void)json_object_set_new(obj, "resumed", json_boolean(id != NULL));
 	conn_reply(c, obj, false);

@@ -12,7 +12,7 @@ void methods_dispatch(struct conn *c);
 json_t *methods_ahead(struct conn *c, const struct varlink_call *call);
 
 /* What OpenSession and CloneSession return. */
-json_t *session_json(const struct daemon *d, const struct session *s);
+json_t *session_json(const struct conn *c, const struct session *s);
 
 /* interface.c: the text of policy/org.residentd.varlink and of org.varlink.service. */
 extern const char interface_inference[], interface_service[];

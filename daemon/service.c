@@ -359,7 +359,7 @@ static void on_cloned(struct daemon *d, struct engine_clone *clone)
 		if (clone->err < 0 || !to)
 			conn_error(c, error_from_errno(clone->err), NULL, 0);
 		else
-			conn_reply(c, session_json(d, to), false);
+			conn_reply(c, session_json(c, to), false);
 	}
 	if (to && (clone->err < 0 || !c))
 		to->doomed = true;

@@ -230,6 +230,7 @@ def context_and_thinking():
         with r.daemon.client() as c:
             said = c.call("Chat", {"messages": user("What is 17 x 23?"), "options": {"temperature": 0, "max_thinking_tokens": 100}})
             assert said["usage"]["thought_tokens"] == 0 and said["text"] == "17 x 23 = 391.", said
+            assert c.call("OpenSession")["context_max"] == 64
             c.expect(OURS + "ContextFull", "Chat", {"messages": user("a b c d e f g h " * 20)})
             said = c.call("Complete", {"prompt": "Once", "options": slow()})
             assert said["stop_reason"] == "context" and said["context_used"] <= 64, said
