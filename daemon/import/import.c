@@ -10,7 +10,7 @@
 #include "daemon/import/import.h"
 
 #include "daemon/file.h"
-#include "daemon/import/catalog.h"
+#include "daemon/import/library.h"
 #include "daemon/import/describe.h"
 #include "daemon/import/staging.h"
 #include "daemon/model/model.h"
@@ -441,7 +441,7 @@ static int place_all(const struct import *i, char **ret_error)
 		return r;
 	r = place(i, record, record, ret_error);
 	while (r == 0 && k > 0) {
-		_cleanup_(freep) char *to = catalog_part_name(i->stem, (unsigned)k - 1, (unsigned)n);
+		_cleanup_(freep) char *to = library_part_name(i->stem, (unsigned)k - 1, (unsigned)n);
 
 		r = to ? place(i, i->job->parts[k - 1].name, to, ret_error)
 		       : fail(ret_error, -ENOMEM, "no memory");
@@ -453,7 +453,7 @@ static int place_all(const struct import *i, char **ret_error)
 	if (r == 0)
 		return 0;
 	for (; k < n; k++) {
-		_cleanup_(freep) char *to = catalog_part_name(i->stem, (unsigned)k, (unsigned)n);
+		_cleanup_(freep) char *to = library_part_name(i->stem, (unsigned)k, (unsigned)n);
 
 		if (to)
 			unlinkat(i->dir, to, 0);
@@ -464,33 +464,33 @@ static int place_all(const struct import *i, char **ret_error)
 
 static int settle(struct import *i, struct import_result *ret, char **ret_error)
 {
-	_cleanup_(catalog_closep) struct catalog *c = NULL;
+	_cleanup_(library_closep) struct library *c = NULL;
 	_cleanup_(freep) char *file = NULL;
-	const struct catalog_entry *same;
+	const struct library_entry *same;
 	char name[DESCRIBE_NAME_MAX + 1], hash12[HASH_DIGITS + 1];
 	bool is_default;
 	int r;
 
 	snprintf(hash12, sizeof(hash12), "%.*s", HASH_DIGITS, i->hash_text);
-	r = catalog_open(i->job->directory, &c, ret_error);
+	r = library_open(i->job->directory, &c, ret_error);
 	if (r < 0)
 		return r;
-	same = catalog_find_content(c, hash12, i->total);
+	same = library_find_content(c, hash12, i->total);
 	describe_name(i->model->gguf, i->job->name, i->job->parts[0].name, name);
 	if (asprintf(&i->stem, "%s-%s", name, hash12) < 0)
 		i->stem = NULL;
 	if (i->stem)
 		file = same ? strdup(same->file)
-			    : catalog_part_name(i->stem, 0, (unsigned)i->job->n_parts);
+			    : library_part_name(i->stem, 0, (unsigned)i->job->n_parts);
 	if (!file)
 		return fail(ret_error, -ENOMEM, "no memory");
 	if (!same)
 		r = place_all(i, ret_error);
 	if (r < 0)
 		return r;
-	is_default = catalog_is_default(i->dir, file);
-	if (!is_default && (i->job->make_default || !catalog_has_default(i->dir))) {
-		r = catalog_set_default(i->dir, i->job->directory, file, ret_error);
+	is_default = library_is_default(i->dir, file);
+	if (!is_default && (i->job->make_default || !library_has_default(i->dir))) {
+		r = library_set_default(i->dir, i->job->directory, file, ret_error);
 		if (r < 0)
 			return r;
 		is_default = true;
@@ -516,7 +516,7 @@ static int run(struct import *i, struct import_result *ret, char **ret_error)
 	if (i->dir < 0)
 		return fail(ret_error, -errno, "%s: %m", i->job->directory);
 	if (i->job->make_default)
-		r = catalog_check_default(i->dir, i->job->directory, ret_error);
+		r = library_check_default(i->dir, i->job->directory, ret_error);
 	if (r == 0)
 		r = staging_new(i->dir, i->job->directory, &i->staging, ret_error);
 	if (r == 0)
@@ -544,7 +544,7 @@ int import_add(const struct import_job *j, struct import_result *ret, char **ret
 	return r;
 }
 
-static int result_of(const struct catalog_entry *e, bool is_default, struct import_result *ret,
+static int result_of(const struct library_entry *e, bool is_default, struct import_result *ret,
 		     char **ret_error)
 {
 	char *file = strdup(e->file);
@@ -558,27 +558,27 @@ static int result_of(const struct catalog_entry *e, bool is_default, struct impo
 int import_remove(const char *directory, const char *name, bool force, struct import_result *ret,
 		  char **ret_error)
 {
-	_cleanup_(catalog_closep) struct catalog *c = NULL;
-	const struct catalog_entry *e;
-	int r = catalog_open(directory, &c, ret_error);
+	_cleanup_(library_closep) struct library *c = NULL;
+	const struct library_entry *e;
+	int r = library_open(directory, &c, ret_error);
 
 	if (r == 0)
-		r = catalog_find(c, name, &e, ret_error);
+		r = library_find(c, name, &e, ret_error);
 	if (r == 0)
-		r = catalog_remove(c, e, force, ret_error);
+		r = library_remove(c, e, force, ret_error);
 	return r < 0 ? r : result_of(e, e->is_default, ret, ret_error);
 }
 
 int import_set_default(const char *directory, const char *name, struct import_result *ret,
 		       char **ret_error)
 {
-	_cleanup_(catalog_closep) struct catalog *c = NULL;
-	const struct catalog_entry *e;
-	int r = catalog_open(directory, &c, ret_error);
+	_cleanup_(library_closep) struct library *c = NULL;
+	const struct library_entry *e;
+	int r = library_open(directory, &c, ret_error);
 
 	if (r == 0)
-		r = catalog_find(c, name, &e, ret_error);
+		r = library_find(c, name, &e, ret_error);
 	if (r == 0)
-		r = catalog_set_default(c->fd, c->path, e->file, ret_error);
+		r = library_set_default(c->fd, c->path, e->file, ret_error);
 	return r < 0 ? r : result_of(e, true, ret, ret_error);
 }

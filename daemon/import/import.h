@@ -63,8 +63,8 @@ void import_result_done(struct import_result *r);
 int import_add(const struct import_job *j, struct import_result *ret, char **ret_error);
 
 /*
- * By a name as catalog_find() takes it; ret->is_default: it was, or is now. Errors as
- * catalog_remove() and catalog_set_default().
+ * By a name as library_find() takes it; ret->is_default: it was, or is now. Errors as
+ * library_remove() and library_set_default().
  */
 int import_remove(const char *directory, const char *name, bool force, struct import_result *ret,
 		  char **ret_error);

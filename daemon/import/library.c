@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * catalog.c: the models directory. See catalog.h.
+ * library.c: the models directory. See library.h.
  *
  * A model is NAME-HASH.gguf, or NAME-HASH-00001-of-0000N.gguf and so on, and NAME-HASH.json with
  * what was recorded of it. Files that somebody copied here by hand are models too, without a hash
  * and a record. Hidden files are ours (staging.h).
  */
-#include "daemon/import/catalog.h"
+#include "daemon/import/library.h"
 
 #include "daemon/file.h"
 #include "daemon/import/describe.h"
@@ -21,7 +21,7 @@
 #define HASH_DIGITS      12
 #define RECORD_BYTES_MAX (64u << 10)
 
-char *catalog_part_name(const char *stem, unsigned no, unsigned n_parts)
+char *library_part_name(const char *stem, unsigned no, unsigned n_parts)
 {
 	char *name;
 	int n = n_parts == 1 ? asprintf(&name, "%s.gguf", stem)
@@ -30,7 +30,7 @@ char *catalog_part_name(const char *stem, unsigned no, unsigned n_parts)
 	return n < 0 ? NULL : name;
 }
 
-struct catalog *catalog_close(struct catalog *c)
+struct library *library_close(struct library *c)
 {
 	if (!c)
 		return NULL;
@@ -47,12 +47,12 @@ struct catalog *catalog_close(struct catalog *c)
 
 /* ---- what is there ---- */
 
-bool catalog_has_default(int fd)
+bool library_has_default(int fd)
 {
 	return faccessat(fd, CATALOG_DEFAULT_LINK, F_OK, 0) == 0;
 }
 
-bool catalog_is_default(int fd, const char *file)
+bool library_is_default(int fd, const char *file)
 {
 	char target[NAME_MAX + 1] = "";
 
@@ -78,9 +78,9 @@ static int is_model(const struct dirent *e)
 	return !describe_split_name(e->d_name, &len, &no, &count) || no == 1;
 }
 
-static int add_entry(struct catalog *c, const char *file)
+static int add_entry(struct library *c, const char *file)
 {
-	struct catalog_entry e = { .n_parts = 1, .is_default = catalog_is_default(c->fd, file) };
+	struct library_entry e = { .n_parts = 1, .is_default = library_is_default(c->fd, file) };
 	size_t len = strlen(file) - strlen(".gguf");
 	unsigned no, count;
 	struct stat st;
@@ -92,11 +92,11 @@ static int add_entry(struct catalog *c, const char *file)
 	e.mtime_s = (uint64_t)MAX(st.st_mtime, (time_t)0);
 	e.file = strdup(file);
 	e.stem = strndup(file, len);
-	c->entries[c->n++] = e; /* the catalog frees it, half-built or not */
+	c->entries[c->n++] = e; /* the library frees it, half-built or not */
 	if (!e.file || !e.stem)
 		return -ENOMEM;
 	for (unsigned i = 0; i < e.n_parts; i++) {
-		_cleanup_(freep) char *part = catalog_part_name(e.stem, i, e.n_parts);
+		_cleanup_(freep) char *part = library_part_name(e.stem, i, e.n_parts);
 
 		if (!part)
 			return -ENOMEM;
@@ -106,7 +106,7 @@ static int add_entry(struct catalog *c, const char *file)
 	return 0;
 }
 
-static int read_directory(struct catalog *c)
+static int read_directory(struct library *c)
 {
 	struct dirent **list = NULL;
 	int n = scandirat(c->fd, ".", &list, is_model, alphasort), r = 0;
@@ -125,9 +125,9 @@ static int read_directory(struct catalog *c)
 	return r;
 }
 
-int catalog_open(const char *path, struct catalog **ret, char **ret_error)
+int library_open(const char *path, struct library **ret, char **ret_error)
 {
-	_cleanup_(catalog_closep) struct catalog *c = calloc(1, sizeof(*c));
+	_cleanup_(library_closep) struct library *c = calloc(1, sizeof(*c));
 	int r;
 
 	if (!c)
@@ -159,7 +159,7 @@ static const char *hash_of(const char *stem)
 	return s;
 }
 
-static bool matches(const struct catalog_entry *e, const char *name)
+static bool matches(const struct library_entry *e, const char *name)
 {
 	const char *hash = hash_of(e->stem);
 
@@ -169,7 +169,7 @@ static bool matches(const struct catalog_entry *e, const char *name)
 				     strncmp(e->stem, name, strlen(name)) == 0);
 }
 
-static int not_unique(const struct catalog *c, const char *name, char **ret_error)
+static int not_unique(const struct library *c, const char *name, char **ret_error)
 {
 	struct buf b = {};
 	int r = 0;
@@ -182,13 +182,13 @@ static int not_unique(const struct catalog *c, const char *name, char **ret_erro
 	return r;
 }
 
-int catalog_find(const struct catalog *c, const char *name, const struct catalog_entry **ret,
+int library_find(const struct library *c, const char *name, const struct library_entry **ret,
 		 char **ret_error)
 {
-	const struct catalog_entry *found = NULL;
+	const struct library_entry *found = NULL;
 
 	for (size_t i = 0; i < c->n; i++) {
-		const struct catalog_entry *e = &c->entries[i];
+		const struct library_entry *e = &c->entries[i];
 
 		if (streq(e->file, name) || streq(e->stem, name)) {
 			*ret = e;
@@ -208,7 +208,7 @@ int catalog_find(const struct catalog *c, const char *name, const struct catalog
 	return 0;
 }
 
-const struct catalog_entry *catalog_find_content(const struct catalog *c, const char *hash12,
+const struct library_entry *library_find_content(const struct library *c, const char *hash12,
 						 uint64_t bytes)
 {
 	for (size_t i = 0; i < c->n; i++) {
@@ -220,7 +220,7 @@ const struct catalog_entry *catalog_find_content(const struct catalog *c, const 
 	return NULL;
 }
 
-json_t *catalog_info(const struct catalog *c, const struct catalog_entry *e)
+json_t *library_info(const struct library *c, const struct library_entry *e)
 {
 	_cleanup_(gguf_closep) struct gguf *g = NULL;
 	_cleanup_(freep) char *path = NULL;
@@ -246,7 +246,7 @@ json_t *catalog_info(const struct catalog *c, const struct catalog_entry *e)
 
 /* ---- changes ---- */
 
-int catalog_check_default(int fd, const char *path, char **ret_error)
+int library_check_default(int fd, const char *path, char **ret_error)
 {
 	struct stat st;
 
@@ -256,10 +256,10 @@ int catalog_check_default(int fd, const char *path, char **ret_error)
 		    path);
 }
 
-int catalog_set_default(int fd, const char *path, const char *file, char **ret_error)
+int library_set_default(int fd, const char *path, const char *file, char **ret_error)
 {
 	_cleanup_(staging_freep) struct staging *s = NULL;
-	int r = catalog_check_default(fd, path, ret_error);
+	int r = library_check_default(fd, path, ret_error);
 
 	if (r == 0)
 		r = staging_new(fd, path, &s, ret_error);
@@ -271,7 +271,7 @@ int catalog_set_default(int fd, const char *path, const char *file, char **ret_e
 	return 0;
 }
 
-int catalog_remove(const struct catalog *c, const struct catalog_entry *e, bool force, char **ret_error)
+int library_remove(const struct library *c, const struct library_entry *e, bool force, char **ret_error)
 {
 	_cleanup_(freep) char *record = NULL;
 
@@ -284,7 +284,7 @@ int catalog_remove(const struct catalog *c, const struct catalog_entry *e, bool 
 	if (unlinkat(c->fd, e->file, 0) < 0)
 		return fail(ret_error, -errno, "%s/%s: %m", c->path, e->file);
 	for (unsigned i = 1; i < e->n_parts; i++) {
-		_cleanup_(freep) char *part = catalog_part_name(e->stem, i, e->n_parts);
+		_cleanup_(freep) char *part = library_part_name(e->stem, i, e->n_parts);
 
 		if (!part || (unlinkat(c->fd, part, 0) < 0 && errno != ENOENT))
 			return fail(ret_error, part ? -errno : -ENOMEM, "%s/%s: %m", c->path,

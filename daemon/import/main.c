@@ -8,7 +8,7 @@
  * connect; root and the members of the group residentd may ask for something. Says on standard
  * error what was done for whom; the rest it says to the client.
  */
-#include "daemon/import/catalog.h"
+#include "daemon/import/library.h"
 #include "daemon/import/message.h"
 #include "daemon/import/staging.h"
 

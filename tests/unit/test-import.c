@@ -6,7 +6,7 @@
 #include "tests/test.h"
 
 #include "daemon/errors.h"
-#include "daemon/import/catalog.h"
+#include "daemon/import/library.h"
 #include "daemon/import/describe.h"
 #include "daemon/import/message.h"
 #include "daemon/import/staging.h"
@@ -211,12 +211,12 @@ static void put_file(int dir, const char *name, size_t bytes)
 	assert_int_equal(ftruncate(fd, (off_t)bytes), 0);
 }
 
-static const char *find(const struct catalog *c, const char *name, int expect)
+static const char *find(const struct library *c, const char *name, int expect)
 {
-	const struct catalog_entry *e = NULL;
+	const struct library_entry *e = NULL;
 	_cleanup_(freep) char *error = NULL;
 
-	assert_int_equal(catalog_find(c, name, &e, &error), expect);
+	assert_int_equal(library_find(c, name, &e, &error), expect);
 	assert_int_equal(error == NULL, expect == 0);
 	return e ? e->file : NULL;
 }
@@ -225,7 +225,7 @@ static void test_catalog(void **state)
 {
 	_cleanup_(freep) char *path = make_directory();
 	_cleanup_(closep) int dir = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	_cleanup_(catalog_closep) struct catalog *c = NULL;
+	_cleanup_(library_closep) struct library *c = NULL;
 	_cleanup_(freep) char *error = NULL;
 
 	(void)state;
@@ -240,13 +240,13 @@ static void test_catalog(void **state)
 	put_file(dir, "readme.txt", 5);
 	assert_int_equal(mkdirat(dir, "folder.gguf", 0755), 0);
 	assert_int_equal(symlinkat("/etc/passwd", dir, "link.gguf"), 0);
-	assert_false(catalog_has_default(dir));
+	assert_false(library_has_default(dir));
 	assert_int_equal(symlinkat("nothing.gguf", dir, "default.gguf"), 0);
-	assert_false(catalog_has_default(dir));
-	assert_int_equal(catalog_set_default(dir, path, "a-0123456789ab.gguf", &error), 0);
-	assert_true(catalog_has_default(dir));
+	assert_false(library_has_default(dir));
+	assert_int_equal(library_set_default(dir, path, "a-0123456789ab.gguf", &error), 0);
+	assert_true(library_has_default(dir));
 
-	assert_int_equal(catalog_open(path, &c, &error), 0);
+	assert_int_equal(library_open(path, &c, &error), 0);
 	assert_int_equal(c->n, 5);
 	assert_string_equal(find(c, "a", 0), "a-0123456789ab.gguf");
 	assert_string_equal(find(c, "0123456789ab", 0), "a-0123456789ab.gguf");
@@ -264,25 +264,25 @@ static void test_catalog(void **state)
 		assert_int_equal(c->entries[i].n_parts, i == 4 ? 2 : 1);
 	}
 	assert_int_equal(c->entries[4].bytes, 3);
-	assert_ptr_equal(catalog_find_content(c, "bbbbbbbbbbbb", 30), &c->entries[2]);
-	assert_null(catalog_find_content(c, "bbbbbbbbbbbb", 31));
-	assert_ptr_equal(catalog_find_content(c, "cccccccccccc", 3), &c->entries[4]);
-	assert_null(catalog_info(c, &c->entries[1])); /* no record, no model */
+	assert_ptr_equal(library_find_content(c, "bbbbbbbbbbbb", 30), &c->entries[2]);
+	assert_null(library_find_content(c, "bbbbbbbbbbbb", 31));
+	assert_ptr_equal(library_find_content(c, "cccccccccccc", 3), &c->entries[4]);
+	assert_null(library_info(c, &c->entries[1])); /* no record, no model */
 
-	assert_int_equal(catalog_remove(c, &c->entries[4], false, &error), 0);
+	assert_int_equal(library_remove(c, &c->entries[4], false, &error), 0);
 	assert_int_equal(faccessat(dir, "s-cccccccccccc-00002-of-00002.gguf", F_OK, 0), -1);
-	assert_int_equal(catalog_remove(c, &c->entries[0], false, NULL), -EBUSY);
-	assert_int_equal(catalog_remove(c, &c->entries[0], true, &error), 0);
+	assert_int_equal(library_remove(c, &c->entries[0], false, NULL), -EBUSY);
+	assert_int_equal(library_remove(c, &c->entries[0], true, &error), 0);
 	assert_int_equal(faccessat(dir, "default.gguf", F_OK, AT_SYMLINK_NOFOLLOW), -1);
 	assert_int_equal(faccessat(dir, "a-0123456789ab.json", F_OK, 0), -1);
-	assert_int_equal(catalog_remove(c, &c->entries[0], true, NULL), -ENOENT);
+	assert_int_equal(library_remove(c, &c->entries[0], true, NULL), -ENOENT);
 
 	put_file(dir, "default.gguf", 3);
-	assert_int_equal(catalog_set_default(dir, path, "by-hand.gguf", NULL), -EEXIST);
+	assert_int_equal(library_set_default(dir, path, "by-hand.gguf", NULL), -EEXIST);
 	assert_int_equal(faccessat(dir, "default.gguf", F_OK, 0), 0);
 	remove_directory(path);
-	catalog_close(TAKE_PTR(c));
-	assert_int_equal(catalog_open(path, &c, &error), -ENOENT);
+	library_close(TAKE_PTR(c));
+	assert_int_equal(library_open(path, &c, &error), -ENOENT);
 	assert_non_null(strstr(error, path));
 }
 
