@@ -13,6 +13,8 @@
  */
 #include "daemon/model/gguf.h"
 
+#include "daemon/model/guard.h"
+
 #include <assert.h>
 #include <fcntl.h>
 #include <float.h>
@@ -116,7 +118,9 @@ struct kv {
 struct part {
 	struct gguf_part file; /* path, fd and, when mapped, data are owned */
 	bool mapped;
-	struct kv *kv; /* sorted by key */
+	struct guard *guard;   /* over the mapping */
+	struct timespec mtime; /* when it was opened */
+	struct kv *kv;         /* sorted by key */
 	size_t n_kv;
 	char (*names)[NAME_BYTES_MAX + 1]; /* of this part's tensors */
 };
@@ -702,6 +706,9 @@ static int map_part(struct part *p, char **ret_error)
 	p->mapped = true;
 	p->file.bytes = (uint64_t)st.st_size;
 	p->file.data = data;
+	p->mtime = st.st_mtim;
+	if (guard_add(data, p->file.bytes, &p->guard) < 0)
+		return refuse(&r, -ENOSPC, "too many model files are open");
 	return 0;
 }
 
@@ -874,6 +881,19 @@ static int index_tensors(struct gguf *g, char **ret_error)
 	return 0;
 }
 
+/* Zeros were parsed in place of the file: says so instead of what was found wrong with them (k). */
+static int refuse_broken(const struct gguf *g, int k, char **ret_error)
+{
+	struct reader r = { .ret_error = ret_error };
+
+	for (size_t i = 0; i < g->n_parts; i++)
+		if (g->parts[i].guard && guard_broken(g->parts[i].guard))
+			r.path = g->parts[i].file.path;
+	if (k < 0 && ret_error)
+		free(*ret_error);
+	return refuse(&r, -EIO, "cannot be read: it was truncated meanwhile, or its disk failed");
+}
+
 int gguf_open(const char *path, struct gguf **ret, char **ret_error)
 {
 	_cleanup_(gguf_closep) struct gguf *g = calloc(1, sizeof(*g));
@@ -891,6 +911,8 @@ int gguf_open(const char *path, struct gguf **ret, char **ret_error)
 		k = open_siblings(g, count, ret_error);
 	if (k == 0)
 		k = index_tensors(g, ret_error);
+	if (gguf_broken(g))
+		k = refuse_broken(g, k, ret_error);
 	if (k < 0)
 		return k;
 	*ret = TAKE_PTR(g);
@@ -936,6 +958,7 @@ struct gguf *gguf_close(struct gguf *g)
 				free(p->kv[j].a.at);
 		free(p->kv);
 		free(p->names);
+		guard_remove(p->guard);
 		if (p->mapped)
 			munmap((void *)(uintptr_t)p->file.data, p->file.bytes);
 		closep(&p->file.fd);
@@ -946,6 +969,31 @@ struct gguf *gguf_close(struct gguf *g)
 	free(g->by_name);
 	free(g);
 	return NULL;
+}
+
+bool gguf_broken(const struct gguf *g)
+{
+	for (size_t i = 0; i < g->n_parts; i++)
+		if (g->parts[i].guard && guard_broken(g->parts[i].guard))
+			return true;
+	return false;
+}
+
+int gguf_check_unchanged(const struct gguf *g)
+{
+	for (size_t i = 0; i < g->n_parts; i++) {
+		const struct part *p = &g->parts[i];
+		struct stat st;
+
+		if (!p->mapped)
+			continue;
+		if (fstat(p->file.fd, &st) < 0)
+			return -errno;
+		if ((uint64_t)st.st_size != p->file.bytes || st.st_mtim.tv_sec != p->mtime.tv_sec ||
+		    st.st_mtim.tv_nsec != p->mtime.tv_nsec)
+			return -ESTALE;
+	}
+	return 0;
 }
 
 size_t gguf_n_parts(const struct gguf *g)

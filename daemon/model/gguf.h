@@ -38,7 +38,7 @@ struct gguf_part {
 /*
  * Opens path; when its name is -00001-of-0000N.gguf and the file says split.count > 1, the siblings too (any other part of
  * a split is refused, with the name of the first part). On error returns -errno (-EBADMSG: not a valid GGUF; -ENOENT,
- * -EACCES...: the file) and sets *ret_error to one malloc'd line that names the file, the key or tensor, and the reason;
+ * -EACCES...: the file; -EIO: it became unreadable meanwhile) and sets *ret_error to one malloc'd line that names the file, the key or tensor, and the reason;
  * bytes from the file appear in it printable only.
  */
 int gguf_open(const char *path, struct gguf **ret, char **ret_error);
@@ -47,6 +47,14 @@ int gguf_open_memory(const void *data, size_t bytes, const char *label, struct g
 		     char **ret_error);
 struct gguf *gguf_close(struct gguf *g); /* accepts NULL, returns NULL */
 DEFINE_CLEANUP(struct gguf *, gguf_close)
+
+/*
+ * The file was truncated or its disk failed under the mapping: zeros were read in its place (see guard.h), so nothing that
+ * was computed since is worth anything. Any thread, one atomic load per part.
+ */
+bool gguf_broken(const struct gguf *g);
+/* -ESTALE: a part has another size or modification time than when it was opened; -errno: cannot be asked. One fstat() per part. */
+int gguf_check_unchanged(const struct gguf *g);
 
 size_t gguf_n_parts(const struct gguf *g);
 const struct gguf_part *gguf_part(const struct gguf *g, size_t i);

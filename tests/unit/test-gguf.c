@@ -1142,6 +1142,102 @@ static void test_directory_cut(void **state)
 	refuse_path(d->file, -EBADMSG, "---\": 4 bytes do not fit in a directory of at most 256 MiB");
 }
 
+/* So that a test can cut a file between two steps of gguf_open(): after it has asked for the size. */
+static const char *cut_at_fstat;
+
+int fstat(int fd, struct stat *st)
+{
+	int r = fstatat(fd, "", st, AT_EMPTY_PATH);
+
+	if (cut_at_fstat && truncate(cut_at_fstat, 100) < 0)
+		return -1;
+	return r;
+}
+
+/* A key of 64 KiB before a tensor; the file may be cut anywhere in the key. */
+static void write_long(struct folder *d)
+{
+	static const uint8_t zeros[65536];
+	struct gguf_build b = gguf_build_new();
+
+	gguf_build_array(&b, "long", GGUF_BOOL, sizeof(zeros));
+	gguf_put(&b.kv, zeros, sizeof(zeros));
+	gguf_build_tensor(&b, "w", QUANT_F32, 2, ne_4x2, eight, 32);
+	gguf_build_write(&b, in_folder(d, "m.gguf"));
+}
+
+static void test_cut_while_parsed(void **state)
+{
+	struct folder *d = *state;
+
+	write_long(d);
+	cut_at_fstat = d->file;
+	refuse_path(d->file, -EIO,
+		    "m.gguf: cannot be read: it was truncated meanwhile, or its disk failed");
+	cut_at_fstat = NULL;
+	/* What is left of it is merely no good. */
+	refuse_path(d->file, -EBADMSG, "do not fit in the");
+}
+
+static void test_cut_later(void **state)
+{
+	struct folder *d = *state;
+	_cleanup_(gguf_closep) struct gguf *g = NULL;
+	const volatile uint8_t *w;
+
+	write_long(d);
+	assert_int_equal(gguf_open(d->file, &g, NULL), 0);
+	w = gguf_tensor(g, "w")->data;
+	assert_int_equal(w[3], 0x3f); /* of 1.0 */
+	assert_false(gguf_broken(g));
+	assert_int_equal(gguf_check_unchanged(g), 0);
+	assert_int_equal(truncate(d->file, 100), 0);
+	assert_int_equal(gguf_check_unchanged(g), -ESTALE);
+	assert_false(gguf_broken(g));
+	assert_int_equal(w[3], 0);
+	assert_true(gguf_broken(g));
+	assert_int_equal(((const char *)gguf_part(g, 0)->data)[0], 'G');
+}
+
+static void test_changed(void **state)
+{
+	struct timespec times[2] = { { .tv_nsec = UTIME_OMIT }, {} };
+	struct folder *d = *state;
+	struct gguf *g = NULL;
+	struct image m;
+	struct gguf_build b = sample();
+	struct stat st;
+
+	write_long(d);
+	assert_int_equal(gguf_open(d->file, &g, NULL), 0);
+	/* Not: another mode or name, nor a new file in its place. */
+	assert_int_equal(chmod(d->file, 0400), 0);
+	assert_int_equal(gguf_check_unchanged(g), 0);
+	assert_int_equal(remove(d->file), 0);
+	write_long(d);
+	assert_int_equal(gguf_check_unchanged(g), 0);
+	gguf_close(g);
+
+	assert_int_equal(gguf_open(d->file, &g, NULL), 0);
+	assert_int_equal(stat(d->file, &st), 0);
+	times[1] = st.st_mtim;
+	times[1].tv_nsec = (times[1].tv_nsec + 1) % 1000000000;
+	assert_int_equal(utimensat(AT_FDCWD, d->file, times, 0), 0);
+	assert_int_equal(gguf_check_unchanged(g), -ESTALE);
+	times[1] = st.st_mtim;
+	assert_int_equal(utimensat(AT_FDCWD, d->file, times, 0), 0);
+	assert_int_equal(gguf_check_unchanged(g), 0);
+	assert_int_equal(truncate(d->file, st.st_size + 1), 0);
+	assert_int_equal(utimensat(AT_FDCWD, d->file, times, 0), 0);
+	assert_int_equal(gguf_check_unchanged(g), -ESTALE);
+	gguf_close(g);
+
+	m = must_open(&b);
+	assert_false(gguf_broken(m.g));
+	assert_int_equal(gguf_check_unchanged(m.g), 0);
+	image_done(&m);
+}
+
 static struct gguf_build part_of(uint32_t no, uint32_t count, uint32_t n_tensors)
 {
 	struct gguf_build b = gguf_build_new();
@@ -1449,6 +1545,9 @@ int main(void)
 		in_a_folder(test_no_files),
 		in_a_folder(test_sparse_file),
 		in_a_folder(test_directory_cut),
+		in_a_folder(test_cut_while_parsed),
+		in_a_folder(test_cut_later),
+		in_a_folder(test_changed),
 		in_a_folder(test_split),
 		in_a_folder(test_split_names),
 		in_a_folder(test_split_disagrees),
