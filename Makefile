@@ -54,22 +54,27 @@ BASE_LDFLAGS = -Wl,-z,relro,-z,now $(if $(SANITIZE),-fsanitize=$(SANITIZE))
 
 # pkg-config runs when a recipe first needs it, not when this file is read: `make deps` may have to install it first.
 lazy = $(eval $(1) := $(shell $(PKG_CONFIG) $(2) 2>/dev/null))$($(1))
-DAEMON_PKGS = libsystemd libpcre2-8 jansson
-PKG_CFLAGS = $(call lazy,PKG_CFLAGS,--cflags $(DAEMON_PKGS) dbus-1 libedit)
+DAEMON_PKGS = libsystemd libpcre2-8 jansson liburing
+PKG_CFLAGS = $(call lazy,PKG_CFLAGS,--cflags $(DAEMON_PKGS) dbus-1 libedit ncursesw)
 PKG_LIBS = $(call lazy,PKG_LIBS,--libs $(DAEMON_PKGS))
 DAEMON_LIBS = $(PKG_LIBS) -lm -pthread
 CLIENT_LIBS = $(call lazy,CLIENT_LIBS,--libs jansson)
 CONTROL_LIBS = $(call lazy,CONTROL_LIBS,--libs dbus-1)
 EDIT_LIBS = $(call lazy,EDIT_LIBS,--libs libedit)
+SCREEN_LIBS = $(call lazy,SCREEN_LIBS,--libs ncursesw)
 TEST_LIBS = $(call lazy,TEST_LIBS,--libs cmocka)
 HASH_LIBS = $(call lazy,HASH_LIBS,--libs nettle)
+BPF_LIBS = $(call lazy,BPF_LIBS,--libs libbpf) -lelf -lz
+BPF_CLANG ?= clang
+LLVM_STRIP ?= llvm-strip
+BPF_ARCH := $(if $(filter aarch64-%,$(shell $(CC) -dumpmachine 2>/dev/null)),arm64,x86)
 
 COMPILE = $(CC) $(BASE_CFLAGS) $(PKG_CFLAGS) $(CPPFLAGS) $(CFLAGS) -MMD -MP
 LINK = $(CC) $(BASE_LDFLAGS) $(CFLAGS) $(LDFLAGS)
 
 # ---- what is built from what ----
 
-LIB_SRC := $(filter-out daemon/main.c,$(wildcard daemon/*.c daemon/model/*.c daemon/engine/*.c kernels/cpu/*.c))
+LIB_SRC := $(filter-out daemon/main.c,$(wildcard daemon/*.c daemon/model/*.c daemon/engine/*.c daemon/residency/*.c kernels/cpu/*.c))
 LIB_OBJ := $(LIB_SRC:%.c=$(O)/obj/%.o)
 CLIENT_LIB_SRC := client/libresident.c client/wire.c daemon/varlink.c daemon/errors.c daemon/base.c
 CLIENT_LIB_OBJ := $(CLIENT_LIB_SRC:%.c=$(O)/pic/%.o)
@@ -79,6 +84,8 @@ RESIDENT_OBJ := $(RESIDENT_SRC:%.c=$(O)/obj/%.o)
 RESIDENTCTL_SRC := $(wildcard client/ctl*.c) $(patsubst %,client/%.c,residentctl install report terminal)
 RESIDENTCTL_OBJ := $(RESIDENTCTL_SRC:%.c=$(O)/obj/%.o)
 
+# What residentctl makes of a look at the memory: tested without a service.
+VIEW_OBJ := $(patsubst %,$(O)/obj/client/%.o,ctl ctl-residency-view ctl-svg ctl-top-draw terminal)
 IMPORT_OBJ := $(patsubst %.c,$(O)/obj/%.o,$(filter-out %/main.c,$(wildcard daemon/import/*.c)))
 
 UNIT := $(patsubst %.c,$(O)/%,$(wildcard tests/unit/test-*.c))
@@ -89,11 +96,11 @@ SCRIPTS := $(wildcard tests/golden/test-*.py tests/sys/test-*.py)
 MAN := $(wildcard packaging/man/*.[1-8])
 COMPLETIONS := $(notdir $(wildcard packaging/completions/*))
 TOY_MODEL := tiny-qwen35moe-stories-q8_0.gguf
-C_FILES := $(wildcard daemon/*.[ch] daemon/*/*.[ch] kernels/*/*.[ch] client/*.[ch] tests/*.h tests/*/*.[ch])
+C_FILES := $(wildcard bpf/*.[ch] daemon/*.[ch] daemon/*/*.[ch] kernels/*/*.[ch] client/*.[ch] tests/*.h tests/*/*.[ch])
 
-PROGRAMS := $(O)/residentd $(O)/residentd-import $(O)/resident $(O)/residentctl
+PROGRAMS := $(O)/residentd $(O)/residentd-import $(O)/residentd-bpf $(O)/resident $(O)/residentctl
 LIBRARIES := $(O)/libresident.so $(O)/libresident.a $(O)/libresident.pc
-UNITS := $(O)/residentd.service $(O)/residentd-import@.service
+UNITS := $(O)/residentd.service $(O)/residentd-import@.service $(O)/residentd-bpf.service
 # A drop-in N-NAME.conf is for systemd N and later. What a package is built with, it will run with.
 SYSTEMD_VERSION ?= $(call lazy,SYSTEMD_VERSION,--modversion libsystemd)
 DROPINS = $(foreach f,$(wildcard units/residentd.service.d/*.conf),$(shell \
@@ -113,12 +120,25 @@ $(O)/residentd-import: $(O)/obj/daemon/import/main.o $(IMPORT_OBJ) $(O)/libresid
 # With what residentd-import does, for a models directory of one's own.
 $(O)/residentctl: $(RESIDENTCTL_OBJ) $(IMPORT_OBJ) $(O)/libresident.a $(O)/libresidentd.a
 	$(say) LINK $@
-	$(Q)$(LINK) -pie -o $@ $^ $(DAEMON_LIBS) $(CONTROL_LIBS) $(HASH_LIBS)
+	$(Q)$(LINK) -pie -o $@ $^ $(DAEMON_LIBS) $(CONTROL_LIBS) $(HASH_LIBS) $(SCREEN_LIBS)
 
 # The programs carry the library inside, so that one file can be copied to another machine.
 $(O)/resident: $(RESIDENT_OBJ) $(O)/obj/daemon/base.o $(O)/libresident.a
 	$(say) LINK $@
 	$(Q)$(LINK) -pie -o $@ $^ $(CLIENT_LIBS) $(EDIT_LIBS)
+
+# The tracer: one object for the kernel, inside the program that loads it. No types of this machine's kernel are built in.
+$(O)/residency.bpf.o: bpf/residency.bpf.c bpf/residency.h bpf/kernel-types.h | $(O)/packages
+	$(say) BPF $@
+	$(Q)$(BPF_CLANG) -O2 -g -target bpf -mcpu=v3 -D__TARGET_ARCH_$(BPF_ARCH) -Wall -Wextra -I. -c -o $@ $< && \
+		$(LLVM_STRIP) -g $@
+
+$(O)/obj/bpf/residentd-bpf.o: EXTRA = -DRESIDENCY_OBJECT='"$(O)/residency.bpf.o"'
+$(O)/obj/bpf/residentd-bpf.o: $(O)/residency.bpf.o
+
+$(O)/residentd-bpf: $(O)/obj/bpf/residentd-bpf.o $(O)/obj/daemon/base.o
+	$(say) LINK $@
+	$(Q)$(LINK) -pie -o $@ $^ $(BPF_LIBS)
 
 $(O)/libresidentd.a: $(LIB_OBJ)
 	$(say) AR $@
@@ -201,6 +221,8 @@ $(O)/tests/unit/%: $(O)/obj/tests/unit/%.o $(O)/libresidentd.a $(O)/libresident.
 	@mkdir -p $(@D)
 	$(Q)$(LINK) -pie -o $@ $(filter %.o,$^) $(filter %.a,$^) $(TEST_LIBS) $(DAEMON_LIBS) $(CONTROL_LIBS)
 
+$(O)/tests/fuzz/fuzz-residency-view: $(VIEW_OBJ)
+$(O)/tests/unit/test-residency-view: $(VIEW_OBJ) $(O)/obj/client/ctl-residency.o $(O)/obj/client/report.o
 $(O)/tests/unit/test-import: $(IMPORT_OBJ)
 $(O)/tests/unit/test-import: DAEMON_LIBS += $(HASH_LIBS)
 
@@ -250,14 +272,21 @@ parity: all $(PARITY)
 .PHONY: integration integration-vm
 integration: BOOT = boot-container
 integration-vm: BOOT = boot-vm
-integration integration-vm:
+integration integration-vm: $(O)/tests/unit/test-feed
 	@rm -rf $(O)/stage
 	+@$(MAKE) PREFIX=/usr DESTDIR=$(O)/stage install >/dev/null
 	@O=$(O) tests/sys/boot/integration $(BOOT) || [ $$? -eq 77 ]
+# The tracer on another kernel than this one: a container has this one, and no right to trace.
+	@[ $(BOOT) != boot-vm ] || O=$(O) tests/sys/boot/feed boot-vm || [ $$? -eq 77 ]
 
-.PHONY: bench fuzz
-bench: $(BENCH)
+# bench-decode and hog are parts of bench-residency.
+.PHONY: bench bench-residency fuzz
+bench: $(filter-out %/bench-decode %/hog,$(BENCH))
 	@for b in $^; do echo "== $$b"; $$b || exit 1; done
+
+# The engine with less memory than the model has, beside llama.cpp in the same control group. Root, and some minutes.
+bench-residency: all $(BENCH)
+	@tests/bench/residency.py --build $(O)
 
 fuzz:
 	@packaging/deps build develop
@@ -297,7 +326,8 @@ install: all install-service
 		$(DESTDIR)$(DATADIR)/residentd/models
 	$(INSTALL) -m 0755 $(O)/resident $(O)/residentctl $(DESTDIR)$(BINDIR)/
 	$(INSTALL) -m 0755 $(O)/residentd $(DESTDIR)$(SBINDIR)/
-	$(INSTALL) -D -m 0755 $(O)/residentd-import $(DESTDIR)$(LIBEXECDIR)/residentd/residentd-import
+	for p in residentd-import residentd-bpf; do \
+		$(INSTALL) -D -m 0755 $(O)/$$p $(DESTDIR)$(LIBEXECDIR)/residentd/$$p || exit 1; done
 	$(INSTALL) -m 0755 $(O)/libresident.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/
 	ln -sf libresident.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libresident.so
 	$(INSTALL) -m 0644 $(O)/libresident.a $(DESTDIR)$(LIBDIR)/
@@ -319,6 +349,9 @@ SERVICE_FILES = \
 	units/residentd.socket:$(UNITDIR)/residentd.socket \
 	$(O)/residentd-import@.service:$(UNITDIR)/residentd-import@.service \
 	units/residentd-import.socket:$(UNITDIR)/residentd-import.socket \
+	$(O)/residentd-bpf.service:$(UNITDIR)/residentd-bpf.service \
+	units/residentd-bpf.socket:$(UNITDIR)/residentd-bpf.socket \
+	units/residentd-oomd.socket:$(UNITDIR)/residentd-oomd.socket \
 	$(foreach f,$(DROPINS),$(f):$(UNITDIR)/residentd.service.d/$(notdir $(f))) \
 	units/residentd.sysusers:$(VENDORDIR)/sysusers.d/residentd.conf \
 	units/residentd.tmpfiles:$(VENDORDIR)/tmpfiles.d/residentd.conf \
@@ -373,6 +406,7 @@ help:
 	@echo 'make parity       compare the engine with an independent implementation'
 	@echo 'make fuzz         each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS) with clang libFuzzer (build/fuzz)'
 	@echo 'make bench        micro-benchmarks: tokenizer, kernels'
+	@echo 'make bench-residency  less memory than the model has, beside llama.cpp (root, minutes; needs the peer, see tests/parity/setup)'
 	@echo 'make deps         install the packages that building, testing and developing need'
 	@echo 'make format       clang-format in place; format-check only looks'
 	@echo 'make lint         check the manual pages'
@@ -381,6 +415,6 @@ help:
 	@echo 'make clean        remove $(O)/'
 	@echo
 	@echo 'Variables: O V=1 CC CFLAGS LDFLAGS SANITIZE=address,undefined WERROR=1 PREFIX DESTDIR LIBDIR FUZZ_SECONDS TEST_TIMEOUT'
-	@echo 'This version computes on the CPU; CUDA and the eBPF tracer are not part of it, so no toolkit for them is looked for.'
+	@echo 'This version computes on the CPU; CUDA is not part of it, so no toolkit for it is looked for.'
 
 -include $(shell find $(O)/obj $(O)/pic -name '*.d' 2>/dev/null)

@@ -143,6 +143,7 @@ static int load_hparams(struct model *m, struct qwen35moe *q, uint32_t *ret_n_bl
 			    m->path, n_nextn, n_block);
 	q->v_dim = inner / q->n_head_v;
 	m->n_layer = n_block - n_nextn;
+	m->n_expert_used = q->n_used;
 	*ret_n_block = n_block;
 	return 0;
 }
@@ -278,6 +279,7 @@ static int bind_layer(const struct model *m, const struct qwen35moe *q, uint32_t
 		r = arch_bind(m, i, split, ARRAY_SIZE(split), ret_error);
 	if (r == 0)
 		r = l->recurrent ? bind_delta(m, q, i, ret_error) : bind_attention(m, q, i, ret_error);
+	l->moe.layer = i;
 	l->moe.n_expert = q->n_expert;
 	l->moe.n_used = q->n_used;
 	return r;
@@ -423,6 +425,26 @@ static int forward_delta(struct graph *g, const struct qwen35moe *q, const struc
 	return r;
 }
 
+/*
+ * The next layer's choice, guessed from this layer's state, so that its blocks can be read ahead: x changes little from one layer to the
+ * next. norm and router are scratch of one row set.
+ */
+static int guess_next(struct graph *g, const struct qwen35moe *q, const struct layer *l,
+		      const float *x, float *norm, float *router)
+{
+	const struct layer *next = l + 1;
+	int r;
+
+	if (l == &q->layers[g->model->n_layer - 1] || !g->backend->ops->moe_wants_guess(g->backend))
+		return 0;
+	r = graph_rms_norm(g, next->post_norm, q->eps, x, 1, g->model->n_embd, norm);
+	if (r == 0)
+		r = graph_matmul(g, next->router, norm, router);
+	if (r == 0)
+		r = g->backend->ops->moe_guess(g->backend, &next->moe, router, g->n_rows);
+	return r;
+}
+
 static int forward_experts(struct graph *g, const struct qwen35moe *q, const struct layer *l,
 			   const float *h, float *x)
 {
@@ -433,12 +455,17 @@ static int forward_experts(struct graph *g, const struct qwen35moe *q, const str
 	float *up = graph_take(g, q->n_ff_shared), *y = graph_take(g, n_embd);
 	int r = graph_matmul(g, l->router, h, router);
 
+	/* The shared expert is computed while what is missing is read. */
+	if (r == 0)
+		r = ops->moe_route(b, &l->moe, router, n);
+	if (r == 0)
+		r = guess_next(g, q, l, x, y, router);
 	if (r == 0)
 		r = graph_matmul(g, l->shared_gate, h, gate);
 	if (r == 0)
 		r = graph_matmul(g, l->shared_up, h, up);
 	if (r == 0)
-		r = ops->moe(b, &l->moe, h, router, n, x);
+		r = ops->moe(b, &l->moe, h, n, x);
 	if (r == 0)
 		r = ops->silu_mul(b, gate, up, n * q->n_ff_shared, gate);
 	if (r == 0)

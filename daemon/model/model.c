@@ -25,6 +25,7 @@ struct model *model_unref(struct model *m)
 		return NULL;
 	if (m->arch)
 		m->arch->unload(m);
+	catalog_free(m->catalog);
 	template_free(m->template);
 	tokenizer_free(m->tokenizer);
 	gguf_close(m->gguf);
@@ -156,6 +157,8 @@ int model_load(const char *path, struct model **ret, char **ret_error)
 		r = find_arch(m, ret_error);
 	if (r == 0)
 		r = m->arch->load(m, ret_error);
+	if (r == 0)
+		r = catalog_new(m->gguf, m->n_layer, &m->catalog, ret_error);
 	if (r == 0)
 		r = count_weights(m, ret_error);
 	if (r == 0)

@@ -10,6 +10,7 @@
 #include "daemon/model/gguf.h"
 #include "daemon/model/template.h"
 #include "daemon/model/tokenizer.h"
+#include "daemon/residency/catalog.h"
 
 /* What one token of context costs in KV, and how it lies in a page (see kv.h). */
 struct kv_layout {
@@ -23,12 +24,14 @@ struct model {
 	char *path;
 	char *name; /* general.name, or the file's base name; printable UTF-8 */
 	struct gguf *gguf;
+	struct catalog *catalog; /* blocks and trunk */
 	struct tokenizer *tokenizer;
 	struct template *template; /* NULL: raw completion only, see template_error */
 	char *template_error;
 	const struct arch *arch;
 	void *arch_data; /* owned by arch */
 	uint32_t n_vocab, n_embd, n_layer, n_ctx_train;
+	uint32_t n_expert_used; /* of a layer, by a token; 0: no experts */
 	uint64_t n_params, weight_bytes;
 	bool weights_f32; /* every matrix is F32: KV is then kept in F32 too */
 	struct kv_layout kv;

@@ -1,0 +1,1171 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * residency.c: which blocks of the model are in memory, and the engine's way to them. See residency.h.
+ *
+ * Owns host tier, eviction state, heat and budget of one loaded model. Engine thread only, but for the numbers in struct residency_shared.
+ * Decides; host.c does, evict.c ranks, prefetch.c judges guesses, choose.c picks the form. Refuses to know sessions beyond one array of
+ * heat, and arithmetic. Invariants: keep[b] is set while b is wanted by the layer at hand or on its way, and such a block is never a
+ * victim; evict.c's resident blocks are exactly those HERE; trunk + fixed + KV + blocks stay within the budget, and the budget
+ * never goes below the floor.
+ */
+#include "daemon/residency/residency.h"
+
+#include "daemon/residency/admission.h"
+#include "daemon/residency/choose.h"
+#include "daemon/residency/heat.h"
+#include "daemon/residency/memory.h"
+#include "daemon/residency/prefetch.h"
+
+#include <assert.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <pthread.h>
+
+/* While reads are missing, a wave has at most so many blocks: the disk gets its next work after some 3 ms of arithmetic. */
+#define WAVE_BLOCKS   16
+/* Missing blocks of a layer that have a place, on their way or not computed yet: enough for the disk to be busy while a wave is computed;
+ * more would only push out what stays. */
+#define DEPTH_BLOCKS  32
+/* Reads behind everything else (warming). */
+#define WARM_BLOCKS   4
+/* From here on a batch is a prompt's chunk: one use by a chunk says less than one by a token that was just written. */
+#define PREFILL_ROWS  16
+/* How often the page cache is asked about a block where asking is a system call. */
+#define RECHECK_STEPS 64
+/* Steps between looks at what the kernel took, and how much counts as a sign: to read 8 MiB again is some 1 % of so many steps. */
+#define REFAULT_STEPS 64
+#define REFAULT_BYTES (UINT64_C(8) << 20)
+/* Blocks looked at for a second copy in the page cache, a step. */
+#define SCAN_BLOCKS   32
+
+struct wanted {
+	uint32_t block, expert;
+	enum { WANT_PENDING, WANT_COMING, WANT_READY, WANT_GIVEN, WANT_DONE } state;
+	bool missed;
+};
+
+struct residency {
+	const struct model *model;
+	const struct catalog *catalog;
+	const struct feed *feed;
+	struct residency_shared *shared;
+	struct residency_config config;
+	enum residency_tier tier;
+	struct host *host; /* NULL: unmanaged */
+	struct evict *evict;
+	struct admission *admission;
+	struct prefetch prefetch;
+	char *heat_file;
+	uint64_t heat_saved_steps;
+	int heat_error;
+
+	uint64_t budget, configured, floor, reserve;
+	bool small; /* so small that managing it would be a joke */
+	uint64_t trunk_locked, fixed, kv;
+	const char *budget_note;
+	uint64_t refaults_seen, taken_seen;
+
+	/* The populating thread of the unmanaged form. */
+	pthread_t loader;
+	bool loader_runs;
+	atomic_bool loader_stop;
+
+	/* The layer at hand. */
+	uint32_t layer;
+	struct wanted *wanted;
+	uint32_t *index_of;                           /* of a block in wanted, + 1 */
+	size_t n_wanted, n_pending, n_coming, n_left; /* left: not yet given */
+	size_t n_held; /* missed ones that have a place and are not done with */
+	int error;
+
+	uint8_t *keep, *transient, *guessed, *ahead; /* per block */
+	uint32_t *transients; /* queue of blocks that are worth less than any victim */
+	size_t first_transient, n_transients;
+	uint32_t *checked; /* step at which the page cache was asked last */
+	uint32_t scan;
+
+	uint32_t *warm; /* blocks to bring in, coldest first */
+	size_t n_warm;
+
+	/* The step at hand. */
+	bool decode;
+	uint16_t *session_heat;
+	uint64_t step_begun, step_stall;
+
+	/* Per layer with experts. */
+	uint32_t *layers, n_layers;
+	struct {
+		uint64_t hits, misses;
+	} * of_layer;
+	uint32_t *ordinal; /* of a layer of the model among those with experts */
+
+	bool record, recorded;
+	uint32_t *record_counts, *record_experts;
+	size_t n_record;
+
+	struct residency_stats stats; /* the counters of it */
+};
+
+const char *residency_tier_to_string(enum residency_tier t)
+{
+	switch (t) {
+	case RESIDENCY_AUTO: return "auto";
+	case RESIDENCY_UNMANAGED: return "unmanaged";
+	case RESIDENCY_MAPPED: return "mapped";
+	case RESIDENCY_ARENA: return "arena";
+	}
+	return "auto";
+}
+
+bool residency_managed(const struct residency *r)
+{
+	return r->host;
+}
+
+/* Room in memory. */
+
+static uint64_t block_limit(const struct residency *r)
+{
+	uint64_t other = r->catalog->trunk_bytes + r->fixed + r->kv;
+
+	return r->budget > other ? r->budget - other : 0;
+}
+
+static void drop(struct residency *r, uint32_t block)
+{
+	host_evict(r->host, block);
+	evict_remove(r->evict, block);
+	r->transient[block] = 0;
+	if (r->ahead[block]) {
+		r->ahead[block] = 0;
+		r->stats.prefetch_wasted++;
+	}
+}
+
+/* The oldest block that is still not worth its place, of this class or of any; EVICT_NONE. */
+static uint32_t take_transient(struct residency *r, uint32_t class)
+{
+	size_t n = r->n_transients;
+
+	for (size_t i = 0; i < n; i++) {
+		uint32_t block = r->transients[r->first_transient];
+
+		r->first_transient = (r->first_transient + 1) % r->catalog->n_blocks;
+		r->n_transients--;
+		if (!r->transient[block] || !evict_is_resident(r->evict, block))
+			continue;
+		if (!r->keep[block] && (class == EVICT_ANY_CLASS || host_class(r->host, block) == class))
+			return block;
+		/* Back to the end. */
+		r->transients[(r->first_transient + r->n_transients++) % r->catalog->n_blocks] = block;
+	}
+	return EVICT_NONE;
+}
+
+static void put_transient(struct residency *r, uint32_t block)
+{
+	if (r->transient[block] || r->n_transients == r->catalog->n_blocks)
+		return;
+	r->transient[block] = 1;
+	r->transients[(r->first_transient + r->n_transients++) % r->catalog->n_blocks] = block;
+}
+
+/*
+ * Which block gives its place to one of `class`. One of the same class is taken when the coldest of all is not much colder: otherwise
+ * places of two sizes are exchanged, which costs a copy.
+ */
+static uint32_t pick_victim(struct residency *r, uint32_t class)
+{
+	uint32_t own = take_transient(r, class), any;
+
+	if (own != EVICT_NONE || class == EVICT_ANY_CLASS)
+		return own != EVICT_NONE ? own : evict_victim(r->evict, class, r->keep);
+	own = evict_victim(r->evict, class, r->keep);
+	if (host_n_classes(r->host) == 1)
+		return own;
+	any = take_transient(r, EVICT_ANY_CLASS);
+	if (any == EVICT_NONE)
+		any = evict_victim(r->evict, EVICT_ANY_CLASS, r->keep);
+	if (own == EVICT_NONE || any == EVICT_NONE)
+		return own == EVICT_NONE ? any : own;
+	return evict_heat(r->evict, own) / 2 <= evict_heat(r->evict, any) ? own : any;
+}
+
+/* What counts against the limit. */
+static uint64_t taken(const struct residency *r)
+{
+	return host_bytes(r->host) - host_leaving_bytes(r->host);
+}
+
+static bool make_room(struct residency *r, uint32_t block)
+{
+	uint64_t limit = block_limit(r);
+	uint8_t class = host_class(r->host, block);
+
+	while (!host_has_room(r->host, block, limit)) {
+		uint32_t victim = pick_victim(r, class);
+
+		if (victim == EVICT_NONE)
+			return false;
+		drop(r, victim);
+		if (host_has_room(r->host, block, limit))
+			break;
+		/* Above the limit a free place takes no more memory used than unused; else all would go for one block when none can be
+		 * given back just now. */
+		(void)host_trim(r->host);
+		if (host_has_room(r->host, block, taken(r)))
+			break;
+	}
+	return true;
+}
+
+void residency_publish(struct residency *r)
+{
+	atomic_store(&r->shared->budget_bytes, r->budget);
+	atomic_store(&r->shared->configured_bytes, r->configured);
+	atomic_store(&r->shared->floor_bytes, r->floor);
+	atomic_store(&r->shared->locked_bytes, r->trunk_locked);
+	atomic_store(&r->shared->managed, r->host != NULL);
+}
+
+/* Down to the limit, coldest first, at least one; false: there is none. */
+static bool shrink(struct residency *r, uint64_t limit)
+{
+	uint64_t bytes = taken(r);
+	bool dropped = false;
+
+	while (bytes > limit) {
+		uint32_t victim = pick_victim(r, EVICT_ANY_CLASS);
+		uint64_t cost;
+
+		if (victim == EVICT_NONE)
+			break;
+		cost = host_class_bytes(r->host, host_class(r->host, victim));
+		drop(r, victim);
+		bytes -= MIN(bytes, cost);
+		dropped = true;
+	}
+	(void)host_trim(r->host);
+	return dropped;
+}
+
+/* What is pinned or wanted now stays; the next call gets it. */
+static void enforce(struct residency *r)
+{
+	uint64_t limit = block_limit(r);
+
+	/* Memory goes back in larger pieces than blocks: again for the rest of a piece, but not while a block in use or on its way is what
+	 * holds it. */
+	while (taken(r) > limit && shrink(r, limit) && r->n_wanted == 0 && host_n_coming(r->host) == 0)
+		;
+}
+
+static int become_mapped(struct residency *r);
+
+/* The loop's word. */
+static void obey(struct residency *r)
+{
+	uint64_t target = atomic_load_explicit(&r->shared->target_bytes, memory_order_relaxed);
+	uint64_t needed = r->catalog->trunk_bytes + r->catalog->block_bytes + r->fixed + r->kv;
+
+	if (target == 0)
+		return;
+	target = MAX(MIN(target, r->configured), r->floor);
+	if (!r->host &&
+	    (r->small || r->catalog->n_blocks == 0 || target >= needed || become_mapped(r) < 0))
+		return;
+	if (target == r->budget)
+		return;
+	r->budget = target;
+	residency_publish(r);
+	enforce(r);
+}
+
+uint64_t residency_kv_room(const struct residency *r)
+{
+	uint64_t other = r->catalog->trunk_bytes + r->fixed +
+			 2 * (uint64_t)r->model->n_expert_used * r->catalog->block_bytes_max;
+
+	return r->budget > other ? r->budget - other : 0;
+}
+
+int residency_charge(struct residency *r, uint64_t kv_bytes)
+{
+	if (r->host && kv_bytes > r->kv && kv_bytes > residency_kv_room(r))
+		return -ENOSPC;
+	r->kv = kv_bytes;
+	if (r->host)
+		enforce(r);
+	return 0;
+}
+
+/* What came in. */
+
+static bool is_lost(struct residency *r, uint32_t block)
+{
+	uint32_t step = (uint32_t)r->stats.steps, resident, all;
+
+	if (r->tier != RESIDENCY_MAPPED || !r->feed)
+		return false;
+	if (feed_source(r->feed) != FEED_BPF && step - r->checked[block] < RECHECK_STEPS)
+		return false;
+	r->checked[block] = step;
+	return feed_block_pages(r->feed, block, &resident, &all) == 0 && resident < all;
+}
+
+static void arrive(struct residency *r, uint32_t block, int err)
+{
+	uint32_t i = r->index_of[block];
+	struct wanted *w = i > 0 ? &r->wanted[i - 1] : NULL;
+
+	if (w && w->state == WANT_COMING) {
+		r->n_coming--;
+		w->state = WANT_READY;
+		if (err < 0) {
+			w->state = WANT_DONE;
+			r->error = r->error < 0 ? r->error : err;
+		}
+	} else if (!w) {
+		r->keep[block] = 0;
+	}
+	if (err < 0)
+		return;
+	r->checked[block] = (uint32_t)r->stats.steps;
+	evict_insert(r->evict, block);
+	if (w)
+		host_pin(r->host, block);
+}
+
+static void take_arrivals(struct residency *r)
+{
+	uint32_t block;
+	int err;
+
+	while (host_take(r->host, false, &block, &err) > 0)
+		arrive(r, block, err);
+}
+
+static bool wait_arrival(struct residency *r)
+{
+	uint64_t begun = now_us();
+	uint32_t block;
+	int err, n = host_take(r->host, true, &block, &err);
+
+	r->step_stall += now_us() - begun;
+	if (n > 0)
+		arrive(r, block, err);
+	return n > 0;
+}
+
+static int request(struct residency *r, uint32_t block, bool urgent)
+{
+	int err = host_fetch(r->host, block, urgent);
+
+	if (err == 0)
+		r->keep[block] = 1;
+	return err;
+}
+
+/* Reads for as many missing blocks as have places. force: at least one, whatever the budget says: else nothing would ever move. */
+static void request_missing(struct residency *r, bool force)
+{
+	for (size_t i = 0; i < r->n_wanted && r->n_pending > 0 && r->n_held < DEPTH_BLOCKS; i++) {
+		struct wanted *w = &r->wanted[i];
+
+		if (w->state != WANT_PENDING)
+			continue;
+		if (!make_room(r, w->block) && !(force && r->n_coming == 0))
+			return;
+		if (request(r, w->block, true) < 0) {
+			if (r->n_coming == 0)
+				r->error = -ENOMEM;
+			return;
+		}
+		w->state = WANT_COMING;
+		r->n_pending--;
+		r->n_coming++;
+		r->n_held++;
+	}
+}
+
+/* A layer. */
+
+static void count_use(struct residency *r, uint32_t block, uint32_t n_tok)
+{
+	evict_touch(r->evict, block, n_tok);
+	if (r->decode)
+		admission_touch(r->admission, block);
+	if (r->session_heat) {
+		uint32_t heat = r->session_heat[block] + n_tok;
+
+		r->session_heat[block] = (uint16_t)MIN(heat, (uint32_t)UINT16_MAX);
+	}
+}
+
+static void judge_guess(struct residency *r, const struct catalog_layer *l,
+			const struct wanted *wanted, size_t n)
+{
+	uint32_t guessed = 0, right = 0;
+
+	for (uint32_t i = 0; i < l->n_expert; i++)
+		guessed += r->guessed[l->first_block + i];
+	if (guessed == 0)
+		return;
+	for (size_t i = 0; i < n; i++)
+		right += r->guessed[wanted[i].block];
+	memset(r->guessed + l->first_block, 0, l->n_expert);
+	prefetch_judge(&r->prefetch, guessed, right);
+}
+
+static void want(struct residency *r, struct wanted *w)
+{
+	uint32_t o = r->ordinal[r->layer];
+
+	if (host_state(r->host, w->block) == HOST_HERE && is_lost(r, w->block)) {
+		r->stats.kernel_took++;
+		drop(r, w->block);
+	}
+	switch (host_state(r->host, w->block)) {
+	case HOST_HERE:
+		host_pin(r->host, w->block);
+		w->state = WANT_READY;
+		r->transient[w->block] = 0;
+		break;
+	case HOST_COMING:
+		host_hurry(r->host, w->block);
+		w->state = WANT_COMING;
+		w->missed = true;
+		r->n_coming++;
+		r->n_held++;
+		break;
+	case HOST_ABSENT:
+		w->state = WANT_PENDING;
+		w->missed = true;
+		r->n_pending++;
+		break;
+	}
+	r->of_layer[o].hits += !w->missed;
+	r->of_layer[o].misses += w->missed;
+	r->stats.hits += !w->missed;
+	r->stats.misses += w->missed;
+	if (r->ahead[w->block]) {
+		r->ahead[w->block] = 0;
+		r->stats.prefetch_used++;
+	}
+}
+
+static void note_choice(struct residency *r, const uint32_t *experts, size_t n)
+{
+	if (!r->record || !r->decode)
+		return;
+	memcpy(r->record_experts + r->n_record, experts, n * sizeof(*experts));
+	r->record_counts[r->ordinal[r->layer]] = (uint32_t)n;
+	r->n_record += n;
+	r->recorded = true;
+}
+
+void residency_layer_begin(struct residency *r, uint32_t layer, const uint32_t *experts,
+			   const uint32_t *n_tok, size_t n)
+{
+	const struct catalog_layer *l = &r->catalog->layers[layer];
+
+	assert(l->first_block != CATALOG_NONE && n <= l->n_expert && r->n_left == 0);
+	r->layer = layer;
+	r->n_wanted = r->n_left = n;
+	r->n_pending = r->n_coming = r->n_held = 0;
+	r->error = 0;
+	note_choice(r, experts, n);
+	for (size_t i = 0; i < n; i++)
+		r->wanted[i] = (struct wanted){ .block = l->first_block + experts[i],
+						.expert = experts[i] };
+	if (!r->host)
+		return;
+	obey(r);
+	take_arrivals(r);
+	for (size_t i = 0; i < n; i++) {
+		uint32_t block = r->wanted[i].block;
+
+		/* All at once kept, before the first miss looks for a victim. */
+		r->keep[block] = 1;
+		r->index_of[block] = (uint32_t)i + 1;
+		count_use(r, block, n_tok[i]);
+	}
+	for (size_t i = 0; i < n; i++)
+		want(r, &r->wanted[i]);
+	judge_guess(r, l, r->wanted, n);
+	request_missing(r, false);
+}
+
+/* Is a block that was just used worth more than what would have to go for the next one? If not it is the next one's place. A long prompt
+ * uses nearly every block: it is always asked then, or it would leave nothing of what was hot. */
+static void admit(struct residency *r, const struct wanted *w)
+{
+	const struct evict_price price = { .move_us = 0, .saved_us = 1 };
+	uint32_t victim;
+
+	if ((r->decode && !admission_is_selective(r->admission)) ||
+	    host_has_room(r->host, w->block, block_limit(r)))
+		return;
+	victim = evict_victim(r->evict, host_class(r->host, w->block), r->keep);
+	if (victim == EVICT_NONE || victim == w->block || evict_pays(r->evict, w->block, victim, &price))
+		return;
+	put_transient(r, w->block);
+	r->stats.bypassed++;
+}
+
+static void release_wave(struct residency *r)
+{
+	for (size_t i = 0; i < r->n_wanted; i++) {
+		struct wanted *w = &r->wanted[i];
+
+		if (w->state != WANT_GIVEN)
+			continue;
+		w->state = WANT_DONE;
+		host_unpin(r->host, w->block);
+		r->keep[w->block] = 0;
+		r->index_of[w->block] = 0;
+		if (w->missed) {
+			r->n_held--;
+			admit(r, w);
+		}
+	}
+}
+
+/* The layer is over, well or not: what is still coming arrives for nobody. */
+static void end_layer(struct residency *r)
+{
+	for (size_t i = 0; i < r->n_wanted; i++) {
+		struct wanted *w = &r->wanted[i];
+
+		if (!r->host)
+			continue;
+		r->index_of[w->block] = 0;
+		if (w->state == WANT_READY || w->state == WANT_GIVEN)
+			host_unpin(r->host, w->block);
+		if (w->state != WANT_COMING)
+			r->keep[w->block] = 0;
+	}
+	r->n_wanted = r->n_left = r->n_pending = r->n_coming = r->n_held = 0;
+}
+
+static void fill(const struct residency *r, uint32_t expert, uint32_t block, struct residency_block *ret)
+{
+	const struct catalog_layer *l = &r->catalog->layers[r->layer];
+
+	ret->expert = expert;
+	for (unsigned i = 0; i < CATALOG_MATRICES; i++)
+		ret->matrix[i] =
+			!l->matrix[i] ? NULL
+			: r->host     ? host_matrix(r->host, block, i)
+				  : (const char *)l->matrix[i]->data + expert * l->expert_bytes[i];
+}
+
+static size_t give(struct residency *r, struct residency_block *ret, size_t max)
+{
+	size_t n = 0;
+
+	if (r->n_pending > 0 || r->n_coming > 0)
+		max = MIN(max, (size_t)WAVE_BLOCKS);
+	for (size_t i = 0; i < r->n_wanted && n < max; i++) {
+		struct wanted *w = &r->wanted[i];
+
+		if (r->host && w->state != WANT_READY)
+			continue;
+		if (!r->host && w->state == WANT_GIVEN)
+			continue;
+		w->state = WANT_GIVEN;
+		fill(r, w->expert, w->block, &ret[n++]);
+	}
+	r->n_left -= n;
+	return n;
+}
+
+ssize_t residency_layer_next(struct residency *r, struct residency_block *ret, size_t max)
+{
+	size_t n;
+
+	if (!r->host) {
+		n = give(r, ret, max);
+		if (n == 0)
+			end_layer(r);
+		return (ssize_t)n;
+	}
+	release_wave(r);
+	take_arrivals(r);
+	request_missing(r, false);
+	while (r->error == 0 && r->n_left > 0) {
+		n = give(r, ret, max);
+		if (n > 0)
+			return (ssize_t)n;
+		request_missing(r, true);
+		if (r->error == 0 && !wait_arrival(r))
+			r->error = -EIO; /* nothing is on its way although something is wanted */
+		take_arrivals(r);
+	}
+	end_layer(r);
+	return r->error;
+}
+
+bool residency_wants_guess(const struct residency *r)
+{
+	return r->host && r->decode && prefetch_guess(&r->prefetch);
+}
+
+void residency_guess(struct residency *r, uint32_t layer, const uint32_t *experts, size_t n)
+{
+	const struct catalog_layer *l = &r->catalog->layers[layer];
+
+	for (size_t i = 0; i < n; i++) {
+		uint32_t block = l->first_block + experts[i];
+
+		if (host_state(r->host, block) != HOST_ABSENT)
+			continue;
+		r->guessed[block] = 1;
+		if (!prefetch_read(&r->prefetch))
+			continue;
+		/* Nothing that is wanted now waits for a guess: only room that is free or cold. */
+		if (make_room(r, block) && request(r, block, false) == 0)
+			r->ahead[block] = 1;
+	}
+}
+
+/* In the background. */
+
+void residency_warm(struct residency *r, const uint16_t *heat)
+{
+	uint64_t limit = block_limit(r);
+	size_t max;
+
+	if (!r->host)
+		return;
+	if (heat)
+		evict_set_heat(r->evict, heat);
+	max = MIN((size_t)(limit / MAX(r->catalog->block_bytes / r->catalog->n_blocks, UINT64_C(1))),
+		  (size_t)r->catalog->n_blocks);
+	r->n_warm = evict_hottest_absent(r->evict, r->warm, max);
+	for (size_t i = 0; i < r->n_warm / 2; i++) {
+		uint32_t block = r->warm[i];
+
+		r->warm[i] = r->warm[r->n_warm - 1 - i];
+		r->warm[r->n_warm - 1 - i] = block;
+	}
+}
+
+/* Only into free room, or for a block that is colder. */
+static bool warm_one(struct residency *r)
+{
+	uint32_t block = r->warm[r->n_warm - 1], victim;
+
+	r->n_warm--;
+	if (host_state(r->host, block) != HOST_ABSENT || evict_heat(r->evict, block) == 0)
+		return true;
+	if (!host_has_room(r->host, block, block_limit(r))) {
+		victim = evict_victim(r->evict, host_class(r->host, block), r->keep);
+		if (victim == EVICT_NONE || evict_heat(r->evict, victim) >= evict_heat(r->evict, block))
+			return false;
+		drop(r, victim);
+		if (!host_has_room(r->host, block, block_limit(r)))
+			return false;
+	}
+	return request(r, block, false) == 0;
+}
+
+static void warm_some(struct residency *r)
+{
+	while (r->n_warm > 0 && host_n_coming(r->host) < WARM_BLOCKS)
+		if (!warm_one(r))
+			r->n_warm = 0; /* no room for the rest either */
+}
+
+/* Steps. */
+
+void residency_step_begin(struct residency *r, size_t n_rows, uint16_t *session_heat)
+{
+	end_layer(r); /* of a step that failed half-way */
+	r->decode = n_rows < PREFILL_ROWS;
+	r->session_heat = session_heat;
+	r->recorded = false;
+	r->n_record = 0;
+	if (r->record)
+		memset(r->record_counts, 0, r->n_layers * sizeof(*r->record_counts));
+	r->step_begun = now_us();
+	r->step_stall = 0;
+	r->stats.steps++;
+	if (n_rows == 1)
+		r->stats.decode_tok++;
+	obey(r);
+	if (!r->host)
+		return;
+	evict_step(r->evict);
+	if (r->decode)
+		admission_step(r->admission, host_n_here(r->host));
+}
+
+/* A copy of a block in the page cache, beside the one in the arena: somebody read the file, or something leaks. */
+static void scan_for_copies(struct residency *r)
+{
+	uint32_t n = feed_source(r->feed) == FEED_BPF
+			     ? MIN(r->catalog->n_blocks, (uint32_t)SCAN_BLOCKS)
+			     : 1;
+
+	for (uint32_t i = 0; i < n; i++) {
+		uint32_t block = r->scan, resident, all;
+		struct catalog_block b;
+
+		r->scan = (r->scan + 1) % r->catalog->n_blocks;
+		if (host_state(r->host, block) != HOST_HERE ||
+		    feed_block_pages(r->feed, block, &resident, &all) < 0 || resident == 0)
+			continue;
+		r->stats.doubled++;
+		catalog_block(r->catalog, block, &b);
+		for (uint32_t k = 0; k < b.n_ranges; k++)
+			(void)posix_fadvise(gguf_part(r->catalog->gguf, b.range[k].part)->fd,
+					    (off_t)b.range[k].offset, (off_t)b.range[k].bytes,
+					    POSIX_FADV_DONTNEED);
+	}
+}
+
+/*
+ * Trunk pages that come back again and again, and blocks that the kernel takes from under us, say that the budget is larger than what it
+ * leaves. A step down, of which the loop takes notice: it lets the budget grow again, slowly.
+ */
+static void watch_kernel(struct residency *r)
+{
+	uint64_t refaults = 0, taken = r->stats.kernel_took - r->taken_seen, bytes;
+	struct feed_block c;
+
+	if (r->stats.steps % REFAULT_STEPS > 0)
+		return;
+	if (feed_trunk_counters(r->feed, &c) == 0) {
+		refaults = c.refaults - MIN(c.refaults, r->refaults_seen);
+		r->refaults_seen = r->stats.trunk_refaults = c.refaults;
+	}
+	r->taken_seen = r->stats.kernel_took;
+	bytes = refaults * (uint64_t)sysconf(_SC_PAGESIZE) + taken * r->catalog->block_bytes_max;
+	if (bytes < REFAULT_BYTES || r->budget <= r->floor)
+		return;
+	r->budget = MAX(r->floor, r->budget - MIN(r->budget, 2 * bytes));
+	atomic_store(&r->shared->target_bytes, r->budget);
+	r->budget_note = taken > 0 ? "the kernel took experts that were to stay"
+				   : "the kernel took pages of the trunk, and they were read again";
+	residency_publish(r);
+	enforce(r);
+}
+
+void residency_step_end(struct residency *r)
+{
+	uint64_t us = now_us() - r->step_begun;
+
+	r->stats.stall_us += r->step_stall;
+	r->session_heat = NULL;
+	if (!r->host)
+		return;
+	if (r->decode)
+		(void)prefetch_step(&r->prefetch, us, r->step_stall);
+	memset(r->guessed, 0, r->catalog->n_blocks);
+	take_arrivals(r);
+	warm_some(r);
+	if (r->feed) {
+		if (r->tier == RESIDENCY_ARENA)
+			scan_for_copies(r);
+		watch_kernel(r);
+	}
+}
+
+bool residency_pump(struct residency *r, bool wait)
+{
+	uint32_t block;
+	int err;
+
+	obey(r);
+	if (!r->host)
+		return false;
+	take_arrivals(r);
+	warm_some(r);
+	if (wait && host_take(r->host, true, &block, &err) > 0)
+		arrive(r, block, err);
+	return r->n_warm > 0 || host_n_coming(r->host) > 0;
+}
+
+void residency_release(struct residency *r)
+{
+	uint32_t block;
+
+	if (!r->host)
+		return;
+	r->n_warm = 0;
+	while (residency_pump(r, true))
+		;
+	while ((block = evict_victim(r->evict, EVICT_ANY_CLASS, r->keep)) != EVICT_NONE)
+		drop(r, block);
+	(void)host_trim(r->host);
+}
+
+int residency_save_heat(struct residency *r)
+{
+	_cleanup_(freep) uint16_t *heat = NULL;
+
+	if (!r->heat_file || r->stats.steps == r->heat_saved_steps || !r->evict)
+		return 0;
+	heat = malloc(r->catalog->n_blocks * sizeof(*heat));
+	if (!heat)
+		return -ENOMEM;
+	evict_get_heat(r->evict, heat);
+	r->heat_error = heat_save(r->heat_file, r->catalog->identity, r->catalog->n_blocks, heat);
+	r->heat_saved_steps = r->stats.steps;
+	return r->heat_error;
+}
+
+void residency_set_feed(struct residency *r, const struct feed *f)
+{
+	struct feed_block c;
+
+	r->feed = f;
+	r->refaults_seen = f && feed_trunk_counters(f, &c) == 0 ? c.refaults : 0;
+}
+
+/* Recording and looking. */
+
+void residency_record(struct residency *r, bool record)
+{
+	r->record = record;
+	r->recorded = false;
+}
+
+bool residency_recorded(const struct residency *r, uint32_t *ret_n_layers,
+			const uint32_t **ret_counts, const uint32_t **ret_experts)
+{
+	if (!r->recorded)
+		return false;
+	*ret_n_layers = r->n_layers;
+	*ret_counts = r->record_counts;
+	*ret_experts = r->record_experts;
+	return true;
+}
+
+void residency_get_stats(const struct residency *r, struct residency_stats *ret)
+{
+	*ret = r->stats;
+	ret->tier = r->tier;
+	ret->policy = r->host ? evict_policy_to_string(r->config.policy) : "none";
+	ret->budget_bytes = r->budget;
+	ret->budget_configured_bytes = r->configured;
+	ret->floor_bytes = r->floor;
+	ret->reserve_bytes = r->reserve;
+	ret->trunk_bytes = r->catalog->trunk_bytes;
+	ret->trunk_locked_bytes = r->trunk_locked;
+	ret->fixed_bytes = r->fixed;
+	ret->kv_bytes = r->kv;
+	ret->block_bytes_all = r->catalog->block_bytes;
+	ret->n_blocks = r->catalog->n_blocks;
+	ret->heat_error = r->heat_error;
+	ret->budget_note = r->budget_note;
+	ret->prefetching = r->host && prefetch_read(&r->prefetch);
+	ret->n_host = r->catalog->n_blocks;
+	ret->block_bytes = r->catalog->block_bytes;
+	if (!r->host)
+		return;
+	ret->method = host_method(r->host);
+	ret->n_host = host_n_here(r->host);
+	ret->block_bytes = taken(r);
+	host_get_counters(r->host, &ret->io);
+}
+
+uint32_t residency_n_layers(const struct residency *r)
+{
+	return r->n_layers;
+}
+
+void residency_get_layer(const struct residency *r, uint32_t i, struct residency_layer_info *ret)
+{
+	const struct catalog_layer *l = &r->catalog->layers[r->layers[i]];
+
+	*ret = (struct residency_layer_info){
+		.layer = r->layers[i],
+		.n_experts = l->n_expert,
+		.n_host = r->host ? 0 : l->n_expert,
+		.block_bytes = l->block_bytes,
+		.hits = r->of_layer[i].hits,
+		.misses = r->of_layer[i].misses,
+	};
+	for (uint32_t e = 0; r->host && e < l->n_expert; e++)
+		ret->n_host += host_state(r->host, l->first_block + e) == HOST_HERE;
+}
+
+void residency_get_blocks(const struct residency *r, uint32_t i, uint16_t *ret_heat, char *ret_place)
+{
+	static const char places[] = { [HOST_ABSENT] = '-', [HOST_COMING] = 'c', [HOST_HERE] = 'h' };
+	const struct catalog_layer *l = &r->catalog->layers[r->layers[i]];
+
+	for (uint32_t e = 0; e < l->n_expert; e++) {
+		uint32_t block = l->first_block + e;
+
+		ret_heat[e] = r->evict ? evict_heat(r->evict, block) : 0;
+		ret_place[e] = r->host ? places[host_state(r->host, block)] : 'h';
+	}
+}
+
+/* Life. */
+
+static void *populate(void *arg)
+{
+	struct residency *r = arg;
+
+	(void)pthread_setname_np(pthread_self(), "residentd-load");
+	(void)host_load_all(r->catalog, &r->loader_stop);
+	return NULL;
+}
+
+static void stop_loader(struct residency *r)
+{
+	if (!r->loader_runs)
+		return;
+	atomic_store(&r->loader_stop, true);
+	pthread_join(r->loader, NULL);
+	r->loader_runs = false;
+}
+
+/* Blocks of the form's host tier, and who ranks them. */
+static int make_host(struct residency *r, enum host_form form, char **ret_error)
+{
+	const struct disk_config disk = { .queue_depth = r->config.queue_depth };
+	_cleanup_(freep) uint8_t *class_of = malloc(r->catalog->n_blocks);
+	struct host *h;
+	int err;
+
+	if (!class_of)
+		return -ENOMEM;
+	err = host_new(form, r->catalog, &disk, &h, ret_error);
+	if (err < 0)
+		return err;
+	for (uint32_t i = 0; i < r->catalog->n_blocks; i++)
+		class_of[i] = host_class(h, i);
+	err = evict_new(r->config.policy, r->catalog->n_blocks, class_of, &r->evict);
+	if (err == 0)
+		err = admission_new(r->config.policy, r->catalog->n_blocks, &r->admission);
+	if (err < 0) {
+		host_free(h);
+		r->evict = evict_free(r->evict);
+		return err;
+	}
+	for (uint32_t i = 0; i < r->catalog->n_blocks; i++)
+		if (host_state(h, i) == HOST_HERE)
+			evict_insert(r->evict, i);
+	r->host = h;
+	r->tier = form == HOST_ARENA ? RESIDENCY_ARENA : RESIDENCY_MAPPED;
+	return 0;
+}
+
+/* What fitted once does not any more: the page cache that is there becomes the mapped form. */
+static int become_mapped(struct residency *r)
+{
+	int err;
+
+	if (r->n_left > 0) /* in the middle of a layer: its addresses are given out */
+		return -EAGAIN;
+	stop_loader(r);
+	err = make_host(r, HOST_MAPPED, NULL);
+	if (err == 0)
+		residency_publish(r);
+	return err;
+}
+
+static int allocate(struct residency *r)
+{
+	const struct catalog *c = r->catalog;
+	uint32_t n = MAX(c->n_blocks, 1u), widest = 1;
+
+	r->layers = calloc(c->n_layers + 1, sizeof(*r->layers));
+	r->ordinal = calloc(c->n_layers + 1, sizeof(*r->ordinal));
+	r->of_layer = calloc(c->n_layers + 1, sizeof(*r->of_layer));
+	if (!r->layers || !r->ordinal || !r->of_layer)
+		return -ENOMEM;
+	for (uint32_t i = 0; i < c->n_layers; i++) {
+		if (c->layers[i].first_block == CATALOG_NONE)
+			continue;
+		widest = MAX(widest, c->layers[i].n_expert);
+		r->ordinal[i] = r->n_layers;
+		r->layers[r->n_layers++] = i;
+	}
+	r->wanted = calloc(widest, sizeof(*r->wanted));
+	r->index_of = calloc(n, sizeof(*r->index_of));
+	r->keep = calloc(n, 1);
+	r->transient = calloc(n, 1);
+	r->guessed = calloc(n, 1);
+	r->ahead = calloc(n, 1);
+	r->transients = calloc(n, sizeof(*r->transients));
+	r->checked = calloc(n, sizeof(*r->checked));
+	r->warm = calloc(n, sizeof(*r->warm));
+	r->record_counts = calloc(c->n_layers + 1, sizeof(*r->record_counts));
+	r->record_experts = calloc(n, sizeof(*r->record_experts));
+	return r->wanted && r->index_of && r->keep && r->transient && r->guessed && r->ahead &&
+			       r->transients && r->checked && r->warm && r->record_counts &&
+			       r->record_experts
+		       ? 0
+		       : -ENOMEM;
+}
+
+/* Anonymous memory of the process: what the vocabulary and the rest of the daemon hold before the model's own memory is taken. */
+static uint64_t anonymous_bytes(void)
+{
+	_cleanup_(fclosep) FILE *f = fopen("/proc/self/statm", "re");
+	unsigned long long size, resident, shared;
+
+	if (!f || fscanf(f, "%llu %llu %llu", &size, &resident, &shared) != 3 || shared > resident)
+		return 0;
+	return (resident - shared) * (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
+static int set_budget(struct residency *r, struct choose_facts *facts, uint64_t kv_min, char **ret_error)
+{
+	const struct residency_config *c = &r->config;
+	uint64_t anonymous = anonymous_bytes(), most, least;
+	_cleanup_(memory_closep) struct memory *memory = NULL;
+	struct memory_state state = { .total = UINT64_MAX,
+				      .available = UINT64_MAX,
+				      .group_limit = UINT64_MAX,
+				      .group_available = UINT64_MAX };
+	int err = memory_open("", &memory);
+
+	if (err == 0)
+		err = memory_read(memory, &state);
+	if (err < 0)
+		return fail(ret_error, err, "cannot see how much memory there is: %s", strerror(-err));
+	r->fixed += anonymous;
+	r->reserve = c->reserve_bytes > 0 ? c->reserve_bytes
+					  : memory_default_reserve(state.machine_total);
+	most = memory_budget(&state, anonymous, r->reserve);
+	r->configured = c->budget_bytes > 0 ? c->budget_bytes : most;
+	r->budget = MIN(r->configured, most);
+	least = r->catalog->trunk_bytes + r->fixed + kv_min;
+	r->floor = least + 2 * (uint64_t)r->model->n_expert_used * r->catalog->block_bytes_max;
+	*facts = (struct choose_facts){
+		.wanted = c->tier,
+		.budget_bytes = r->budget,
+		.needed_bytes = least + r->catalog->block_bytes,
+		.available_bytes = state.available,
+	};
+	r->floor = MIN(r->floor, facts->needed_bytes);
+	return 0;
+}
+
+static int refuse_budget(const struct residency *r, const char *path, char **ret_error)
+{
+	return fail(ret_error, -ENOSPC,
+		    "%s: needs at least %" PRIu64 " MB of memory (trunk %" PRIu64
+		    ", work and one conversation %" PRIu64
+		    ", experts of one layer twice), but the budget is %" PRIu64
+		    " MB (HostBudget=, or what is available less MemoryReserve=)",
+		    path, r->floor / 1000000 + 1, r->catalog->trunk_bytes / 1000000,
+		    (r->floor - r->catalog->trunk_bytes) / 1000000, r->budget / 1000000);
+}
+
+static void begin_warm(struct residency *r)
+{
+	_cleanup_(freep) uint16_t *heat = NULL;
+
+	r->heat_file = r->config.state_dir ? heat_path(r->config.state_dir, r->catalog->identity) : NULL;
+	heat = r->heat_file ? malloc(r->catalog->n_blocks * sizeof(*heat)) : NULL;
+	if (heat && heat_load(r->heat_file, r->catalog->identity, r->catalog->n_blocks, heat) == 0)
+		residency_warm(r, heat);
+}
+
+static int start(struct residency *r, enum residency_tier tier, const atomic_bool *stop, char **ret_error)
+{
+	int err;
+
+	r->tier = tier;
+	if (tier == RESIDENCY_UNMANAGED) {
+		/* The first request need not wait for it. */
+		r->loader_runs = pthread_create(&r->loader, NULL, populate, r) == 0;
+		return 0;
+	}
+	err = make_host(r, tier == RESIDENCY_ARENA ? HOST_ARENA : HOST_MAPPED, ret_error);
+	if (err == 0) {
+		err = host_load_trunk(r->catalog, true, stop, &r->trunk_locked);
+		if (err < 0 && err != -ECANCELED)
+			return fail(ret_error, err, "%s: cannot be read: %s", r->model->path,
+				    strerror(-err));
+	}
+	if (err < 0)
+		return err;
+	enforce(r);
+	begin_warm(r);
+	return 0;
+}
+
+int residency_new(const struct model *m, const struct residency_config *c, uint64_t fixed_bytes,
+		  uint64_t kv_min_bytes, struct residency_shared *shared, const atomic_bool *stop,
+		  struct residency **ret, char **ret_reason, char **ret_error)
+{
+	const struct disk_config disk = { .queue_depth = c->queue_depth };
+	struct residency *r = calloc(1, sizeof(*r));
+	struct choose_facts facts;
+	enum residency_tier tier;
+	int err;
+
+	if (!r)
+		return -ENOMEM;
+	r->model = m;
+	r->catalog = m->catalog;
+	r->config = *c;
+	r->shared = shared;
+	r->fixed = fixed_bytes;
+	r->kv = 0;
+	prefetch_init(&r->prefetch, c->prefetch);
+	err = allocate(r);
+	if (err == 0)
+		err = set_budget(r, &facts, kv_min_bytes, ret_error);
+	if (err < 0) {
+		residency_free(r);
+		return err;
+	}
+	if (r->catalog->n_blocks == 0)
+		facts.wanted = RESIDENCY_UNMANAGED;
+	if (c->tier == RESIDENCY_AUTO && r->catalog->n_blocks > 0 &&
+	    facts.needed_bytes > facts.budget_bytes)
+		choose_measure(r->catalog, &disk, &facts.mapped_bps, &facts.arena_bps);
+	r->small = facts.needed_bytes <= facts.available_bytes / CHOOSE_SMALL_SHARE;
+	tier = choose_tier(&facts, ret_reason);
+	if (tier == RESIDENCY_UNMANAGED) /* also a toy when memory is short */
+		r->budget = r->configured = MAX(r->budget, facts.needed_bytes);
+	err = r->budget < r->floor ? refuse_budget(r, m->path, ret_error)
+				   : start(r, tier, stop, ret_error);
+	if (err < 0) {
+		residency_free(r);
+		return err;
+	}
+	atomic_store(&shared->target_bytes, 0);
+	residency_publish(r);
+	*ret = r;
+	return 0;
+}
+
+struct residency *residency_free(struct residency *r)
+{
+	if (!r)
+		return NULL;
+	stop_loader(r);
+	end_layer(r);
+	(void)residency_save_heat(r);
+	host_free(r->host);
+	evict_free(r->evict);
+	admission_free(r->admission);
+	free(r->heat_file);
+	free(r->wanted);
+	free(r->index_of);
+	free(r->keep);
+	free(r->transient);
+	free(r->guessed);
+	free(r->ahead);
+	free(r->transients);
+	free(r->checked);
+	free(r->warm);
+	free(r->layers);
+	free(r->of_layer);
+	free(r->ordinal);
+	free(r->record_counts);
+	free(r->record_experts);
+	free(r);
+	return NULL;
+}

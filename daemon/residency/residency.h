@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * residency.h: where the blocks of the loaded model are, and how the engine gets at them: catalog, host tier, eviction, heat and budget
+ * together.
+ *
+ * Owned by the engine, engine thread only, but for residency_set_budget(). A layer asks for the experts that the router chose and takes
+ * them as they come: first those that are here, then those that were on their way. Refuses to know arithmetic and sessions.
+ * Invariants: what a wave hands out stays where it is until the next call of the same layer; memory of blocks stays
+ * within what the budget leaves, and is given back before anything else takes memory (residency_charge()).
+ */
+#pragma once
+
+#include "daemon/base.h"
+#include "daemon/model/model.h"
+#include "daemon/residency/catalog.h"
+#include "daemon/residency/evict.h"
+#include "daemon/residency/feed.h"
+#include "daemon/residency/host.h"
+
+struct residency;
+
+enum residency_tier { RESIDENCY_AUTO, RESIDENCY_UNMANAGED, RESIDENCY_MAPPED, RESIDENCY_ARENA };
+
+/*
+ * The few numbers that the loop thread may set or read at any time, without mail: a prompt's chunk can take seconds, memory pressure does not
+ * wait for it. Lives in struct engine.
+ */
+struct residency_shared {
+	_Atomic uint64_t target_bytes; /* what the loop allows now, of everything; 0: it has not said anything */
+	_Atomic uint64_t locked_bytes; /* of the mapping: nobody can reclaim them */
+	_Atomic uint64_t budget_bytes; /* in force */
+	_Atomic uint64_t configured_bytes, floor_bytes;
+	atomic_bool managed; /* the budget can move */
+};
+
+struct residency_config {
+	enum residency_tier tier; /* HostTier= */
+	enum evict_policy policy;
+	uint64_t budget_bytes; /* of everything: trunk, blocks, KV, scratch; 0: from what is available less the reserve */
+	uint64_t reserve_bytes; /* 0: the default */
+	int prefetch;           /* -1: as measured, 0: off, 1: on */
+	unsigned queue_depth;   /* 0: the default */
+	const char *state_dir;  /* heat files; NULL: none */
+};
+
+/* One expert of a wave. */
+struct residency_block {
+	uint32_t expert;
+	const void *matrix[CATALOG_MATRICES]; /* gate (or gate and up), up, down; NULL: absent */
+};
+
+struct residency_stats {
+	enum residency_tier tier; /* never AUTO */
+	const char *method;       /* how blocks are read; static; NULL: unmanaged */
+	const char *policy;
+	uint64_t budget_bytes; /* now */
+	uint64_t budget_configured_bytes, floor_bytes, reserve_bytes;
+	uint64_t trunk_bytes, trunk_locked_bytes, fixed_bytes, kv_bytes;
+	uint64_t block_bytes;     /* taken by blocks in the host tier */
+	uint64_t block_bytes_all; /* of the model */
+	uint32_t n_blocks, n_host;
+	/* Since the load. hits and misses count (step, layer, expert). */
+	uint64_t hits, misses, prefetch_used, prefetch_wasted, bypassed;
+	uint64_t steps, decode_tok;
+	uint64_t stall_us;       /* the engine waited for the disk */
+	uint64_t kernel_took;    /* blocks that the kernel took back (mapped) */
+	uint64_t doubled;        /* blocks found in the page cache beside the arena */
+	uint64_t trunk_refaults; /* pages; from the tracer */
+	struct host_counters io;
+	bool prefetching;
+	int heat_error;          /* -errno of the last try to save the heat */
+	const char *budget_note; /* why the feed moved the budget last; static; NULL: it has not */
+};
+
+struct residency_layer_info {
+	uint32_t layer, n_experts, n_host;
+	uint64_t block_bytes, hits, misses;
+};
+
+/*
+ * For m, which must outlive it. shared: of the engine. fixed_bytes: scratch and the like, taken whatever happens; kv_min_bytes: one full
+ * conversation, a part of the floor. Decides the tier (*ret_reason: malloc'd, one line for people, also on success), loads the trunk (stop
+ * is looked at: -ECANCELED). -ENOSPC with an error text that has the numbers: less than the floor; -EIO, -ENOMEM.
+ */
+int residency_new(const struct model *m, const struct residency_config *c, uint64_t fixed_bytes,
+		  uint64_t kv_min_bytes, struct residency_shared *shared, const atomic_bool *stop,
+		  struct residency **ret, char **ret_reason, char **ret_error);
+/* Saves the heat; waits for reads in flight. Accepts NULL, returns NULL. */
+struct residency *residency_free(struct residency *r);
+void residency_publish(struct residency *r); /* its numbers in shared again, after another one was tried beside it */
+bool residency_managed(const struct residency *r); /* false: all weights are where the mapping says */
+uint64_t residency_kv_room(const struct residency *r); /* most that KV may come to take, the floor of blocks left */
+/* KV pages and recurrent states take so much from now on: blocks give way first. 0; -ENOSPC: not even then, nothing changed. */
+int residency_charge(struct residency *r, uint64_t kv_bytes);
+void residency_set_feed(struct residency *r, const struct feed *f); /* NULL: none (any more) */
+
+/* One batch of n_rows. session_heat: n_blocks numbers of the conversation that it is for, to be counted up; NULL: none. */
+void residency_step_begin(struct residency *r, size_t n_rows, uint16_t *session_heat);
+void residency_step_end(struct residency *r);
+/* The router's choice for one layer: experts ascending, each wanted by n_tok[i] rows. Reads of what is missing begin at once. */
+void residency_layer_begin(struct residency *r, uint32_t layer, const uint32_t *experts,
+			   const uint32_t *n_tok, size_t n);
+/* The next experts that are in memory, at most max; those of the call before are done with. 0: all were given. Waits for the disk only
+ * when nothing else can be computed. -EIO, -ENODATA: a block cannot be read; the layer is over then. */
+ssize_t residency_layer_next(struct residency *r, struct residency_block *ret, size_t max);
+/* Is a guess of the next layer's choice worth computing in this step? Then what the guess is. */
+bool residency_wants_guess(const struct residency *r);
+void residency_guess(struct residency *r, uint32_t layer, const uint32_t *experts, size_t n);
+
+/* Blocks that this heat (of a session; NULL: the model's own) calls for come in behind everything else. */
+void residency_warm(struct residency *r, const uint16_t *heat);
+/* Moves background reads on and obeys the target; wait: until one has ended. False: there are none. */
+bool residency_pump(struct residency *r, bool wait);
+void residency_release(struct residency *r); /* idle for long: all blocks go, the heat stays */
+int residency_save_heat(struct residency *r);
+
+/* With record set, the choices of a step of one row are kept until the next step begins: counts per layer with experts, ids in order. */
+void residency_record(struct residency *r, bool record);
+bool residency_recorded(const struct residency *r, uint32_t *ret_n_layers,
+			const uint32_t **ret_counts, const uint32_t **ret_experts);
+
+void residency_get_stats(const struct residency *r, struct residency_stats *ret);
+uint32_t residency_n_layers(const struct residency *r); /* with experts */
+void residency_get_layer(const struct residency *r, uint32_t i, struct residency_layer_info *ret);
+/* Heat and place ('h' host, 'c' coming, '-' disk) of each expert of that layer. */
+void residency_get_blocks(const struct residency *r, uint32_t i, uint16_t *ret_heat, char *ret_place);
+const char *residency_tier_to_string(enum residency_tier t); /* "auto", "unmanaged", "mapped", "arena" */
