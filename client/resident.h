@@ -115,6 +115,8 @@ struct resident_status {
 	uint64_t uptime_s, requests_total, prompt_tokens_total, generated_tokens_total;
 	double prefill_tokens_per_second, decode_tokens_per_second; /* of the last minute; 0: idle */
 	uint64_t rss_bytes, rss_anon_bytes, rss_file_bytes, kv_bytes_used, kv_bytes_max;
+	const char *experts;   /* where the model's experts lie, and why; NULL: no model */
+	uint64_t budget_bytes; /* memory that the model may take now */
 };
 
 int resident_get_availability(struct resident *r, const struct resident_availability **ret);

@@ -82,6 +82,8 @@ static const struct field status_fields[] = {
 	FIELD(resident_status, rss_file_bytes, U64, true),
 	FIELD(resident_status, kv_bytes_used, U64, true),
 	FIELD(resident_status, kv_bytes_max, U64, true),
+	FIELD(resident_status, experts, STR, false),
+	FIELD(resident_status, budget_bytes, U64, false),
 };
 
 static const struct field usage_fields[] = {

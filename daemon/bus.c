@@ -268,6 +268,14 @@ void bus_evicted(struct daemon *d, uint64_t bytes_used)
 					 bytes_used);
 }
 
+void bus_pressure(struct daemon *d, const char *level)
+{
+	struct bus *b = up(d);
+
+	if (b)
+		(void)sd_bus_emit_signal(b->bus, BUS_ROOT, BUS_NAME ".Manager", "Pressure", "s", level);
+}
+
 /* A signal from the root object to everybody who knows of this uid's sessions; types and the rest
  * as for sd_bus_message_append(). */
 static void tell_peers(struct bus *b, uid_t uid, const char *interface, const char *member,

@@ -20,3 +20,4 @@ void bus_session_added(struct daemon *d, const struct session *s);
 void bus_session_removed(struct daemon *d, const struct session *s);
 void bus_leases_changed(struct daemon *d);
 void bus_evicted(struct daemon *d, uint64_t bytes_used);
+void bus_pressure(struct daemon *d, const char *level); /* "none", "some", "full" */

@@ -19,40 +19,8 @@ enum key_kind {
 	KEY_BYTES,
 	KEY_SPAN,
 	KEY_TOKENS, /* int64_t, or infinity: -1 */
-	KEY_KV_TYPE,
-	KEY_LEVEL,
+	KEY_WORD,   /* int or an enum of its size */
 };
-
-struct key {
-	const char *section, *name;
-	enum key_kind kind;
-	size_t offset;
-	uint64_t min, max;
-	bool may_auto; /* "auto" and 0 are 0, whatever min says */
-};
-
-#define FIELD(f) offsetof(struct config, f)
-
-/* clang-format off */
-static const struct key keys[] = {
-	{ "Model",   "Path",              KEY_PATH,    FIELD(model_path),          0, 0, false },
-	{ "Model",   "Context",           KEY_NUMBER,  FIELD(context),             16, 1 << 24, true },
-	{ "Engine",  "Threads",           KEY_NUMBER,  FIELD(threads),             1, 256, true },
-	{ "Engine",  "BatchTokens",       KEY_NUMBER,  FIELD(batch_tok),           1, 4096, false },
-	{ "Engine",  "KvBytesMax",        KEY_BYTES,   FIELD(kv_bytes_max),        1, INT64_MAX, true },
-	{ "Engine",  "KvType",            KEY_KV_TYPE, FIELD(kv_type),             0, 0, false },
-	{ "Service", "QueueMax",          KEY_NUMBER,  FIELD(queue_max),           1, 65536, false },
-	{ "Service", "SessionsMax",       KEY_NUMBER,  FIELD(sessions_max),        1, 65536, false },
-	{ "Service", "SessionsPerUser",   KEY_NUMBER,  FIELD(sessions_per_user),   1, 65536, false },
-	{ "Service", "ConnectionsMax",    KEY_NUMBER,  FIELD(connections_max),     1, 65536, false },
-	{ "Service", "KeepSec",           KEY_SPAN,    FIELD(keep_us),             0, INT64_MAX, false },
-	{ "Service", "IdleExitSec",       KEY_SPAN,    FIELD(idle_exit_us),        1000000, INT64_MAX, false },
-	{ "Service", "MessageMax",        KEY_BYTES,   FIELD(message_bytes_max),   64 << 10, 64 << 20, false },
-	{ "Service", "MaxTokens",         KEY_NUMBER,  FIELD(max_tokens),          1, 1 << 24, false },
-	{ "Service", "MaxThinkingTokens", KEY_TOKENS,  FIELD(max_thinking_tokens), 0, 1 << 24, false },
-	{ "Log",     "Level",             KEY_LEVEL,   FIELD(log_level),           0, 0, false },
-};
-/* clang-format on */
 
 struct word {
 	const char *name;
@@ -71,11 +39,70 @@ static const struct word level_words[] = {
 	{ "info", LOG_INFO }, { "debug", LOG_DEBUG },     {},
 };
 
+static const struct word tier_words[] = {
+	{ "auto", RESIDENCY_AUTO },
+	{ "mapped", RESIDENCY_MAPPED },
+	{ "arena", RESIDENCY_ARENA },
+	{},
+};
+
+static const struct word policy_words[] = {
+	{ "clock-lfu", EVICT_CLOCK_LFU },
+	{ "lfu", EVICT_LFU },
+	{ "lru", EVICT_LRU },
+	{ "s3-fifo", EVICT_S3_FIFO },
+	{},
+};
+
+static const struct word prefetch_words[] = { { "auto", -1 }, { "off", 0 }, { "on", 1 }, {} };
+
+struct key {
+	const char *section, *name;
+	enum key_kind kind;
+	size_t offset;
+	uint64_t min, max;
+	bool may_auto; /* "auto" and 0 are 0, whatever min says */
+	const struct word *words;
+};
+
+#define FIELD(f) offsetof(struct config, f)
+
+/* clang-format off */
+static const struct key keys[] = {
+	{ "Model",   "Path",              KEY_PATH,    FIELD(model_path),          0, 0, false, NULL },
+	{ "Model",   "Context",           KEY_NUMBER,  FIELD(context),             16, 1 << 24, true, NULL },
+	{ "Engine",  "Threads",           KEY_NUMBER,  FIELD(threads),             1, 256, true, NULL },
+	{ "Engine",  "BatchTokens",       KEY_NUMBER,  FIELD(batch_tok),           1, 4096, true, NULL },
+	{ "Engine",  "KvBytesMax",        KEY_BYTES,   FIELD(kv_bytes_max),        1, INT64_MAX, true, NULL },
+	{ "Engine",  "KvType",            KEY_WORD,    FIELD(kv_type),             0, 0, false, kv_words },
+	{ "Memory",  "HostTier",          KEY_WORD,    FIELD(host_tier),           0, 0, false, tier_words },
+	{ "Memory",  "HostBudget",        KEY_BYTES,   FIELD(host_budget_bytes),   1, INT64_MAX, true, NULL },
+	{ "Memory",  "MemoryReserve",     KEY_BYTES,   FIELD(memory_reserve_bytes), 1, INT64_MAX, true, NULL },
+	{ "Memory",  "HostIdleSec",       KEY_SPAN,    FIELD(host_idle_us),        1000000, INT64_MAX, false, NULL },
+	{ "Memory",  "EvictionPolicy",    KEY_WORD,    FIELD(evict_policy),        0, 0, false, policy_words },
+	{ "Memory",  "Prefetch",          KEY_WORD,    FIELD(prefetch),            0, 0, false, prefetch_words },
+	{ "Memory",  "DiskQueueDepth",    KEY_NUMBER,  FIELD(disk_queue_depth),    1, 256, true, NULL },
+	{ "Service", "QueueMax",          KEY_NUMBER,  FIELD(queue_max),           1, 65536, false, NULL },
+	{ "Service", "SessionsMax",       KEY_NUMBER,  FIELD(sessions_max),        1, 65536, false, NULL },
+	{ "Service", "SessionsPerUser",   KEY_NUMBER,  FIELD(sessions_per_user),   1, 65536, false, NULL },
+	{ "Service", "ConnectionsMax",    KEY_NUMBER,  FIELD(connections_max),     1, 65536, false, NULL },
+	{ "Service", "KeepSec",           KEY_SPAN,    FIELD(keep_us),             0, INT64_MAX, false, NULL },
+	{ "Service", "IdleExitSec",       KEY_SPAN,    FIELD(idle_exit_us),        1000000, INT64_MAX, false, NULL },
+	{ "Service", "MessageMax",        KEY_BYTES,   FIELD(message_bytes_max),   64 << 10, 64 << 20, false, NULL },
+	{ "Service", "MaxTokens",         KEY_NUMBER,  FIELD(max_tokens),          1, 1 << 24, false, NULL },
+	{ "Service", "MaxThinkingTokens", KEY_TOKENS,  FIELD(max_thinking_tokens), 0, 1 << 24, false, NULL },
+	{ "Log",     "Level",             KEY_WORD,    FIELD(log_level),           0, 0, false, level_words },
+};
+/* clang-format on */
+
 void config_defaults(struct config *c)
 {
 	*c = (struct config){
-		.batch_tok = 128,
 		.kv_type = CONFIG_KV_AUTO,
+		.host_tier = RESIDENCY_AUTO,
+		.host_idle_us = 600 * UINT64_C(1000000),
+		.evict_policy = EVICT_LFU,
+		.prefetch = -1,
 		.queue_max = 64,
 		.sessions_max = 256,
 		.sessions_per_user = 32,
@@ -275,9 +302,9 @@ static int parse_number(const struct key *k, const char *value, uint64_t *ret)
 static void reset(struct config *c, const struct key *k)
 {
 	static const size_t sizes[] = {
-		[KEY_NUMBER] = sizeof(uint32_t),        [KEY_BYTES] = sizeof(uint64_t),
-		[KEY_SPAN] = sizeof(uint64_t),          [KEY_TOKENS] = sizeof(int64_t),
-		[KEY_KV_TYPE] = sizeof(enum config_kv), [KEY_LEVEL] = sizeof(int),
+		[KEY_NUMBER] = sizeof(uint32_t), [KEY_BYTES] = sizeof(uint64_t),
+		[KEY_SPAN] = sizeof(uint64_t),   [KEY_TOKENS] = sizeof(int64_t),
+		[KEY_WORD] = sizeof(int),
 	};
 	struct config d;
 
@@ -318,18 +345,28 @@ static int set(struct config *c, const struct key *k, const char *value)
 		if (r == 0)
 			*(int64_t *)field = (int64_t)v;
 		break;
-	case KEY_KV_TYPE:
-		r = parse_word(kv_words, value, &word);
-		if (r == 0)
-			*(enum config_kv *)field = (enum config_kv)word;
-		break;
-	case KEY_LEVEL:
-		r = parse_word(level_words, value, &word);
+	case KEY_WORD:
+		r = parse_word(k->words, value, &word);
 		if (r == 0)
 			*(int *)field = word;
 		break;
 	}
 	return r;
+}
+
+/* "expected auto, f16 or f32" */
+static void warn_word(const struct ini_reader *r, const struct key *k, const char *value)
+{
+	char expected[128] = "";
+	size_t len = 0;
+
+	for (const struct word *w = k->words; w->name; w++)
+		len += (size_t)snprintf(expected + len, sizeof(expected) - len, "%s%s",
+					w == k->words ? ""
+					: w[1].name   ? ", "
+						      : " or ",
+					w->name);
+	ini_warn(r, "%s=%s: expected %s", k->name, value, expected);
 }
 
 static void warn_value(const struct ini_reader *r, const struct key *k, const char *value)
@@ -353,10 +390,7 @@ static void warn_value(const struct ini_reader *r, const struct key *k, const ch
 		ini_warn(r, "%s=%s: expected infinity or a number from %" PRIu64 " to %" PRIu64,
 			 k->name, value, k->min, k->max);
 		break;
-	case KEY_KV_TYPE: ini_warn(r, "%s=%s: expected auto, f16 or f32", k->name, value); break;
-	case KEY_LEVEL:
-		ini_warn(r, "%s=%s: expected error, warning, notice, info or debug", k->name, value);
-		break;
+	case KEY_WORD: warn_word(r, k, value); break;
 	}
 }
 

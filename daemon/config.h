@@ -8,6 +8,8 @@
 #pragma once
 
 #include "daemon/base.h"
+#include "daemon/residency/evict.h"
+#include "daemon/residency/residency.h"
 
 struct config {
 	/* [Model] */
@@ -15,13 +17,21 @@ struct config {
 	uint32_t context; /* Context= tokens per session; 0: the model's own, at most 32768 */
 	/* [Engine] */
 	uint32_t threads;   /* Threads=; 0 (auto): physical cores the process may use */
-	uint32_t batch_tok; /* BatchTokens= of one prefill step, 1..4096; default 128: a cancel or another user waits at most one */
+	uint32_t batch_tok; /* BatchTokens= of one prefill step, 1..4096; 0: auto, see engine.h */
 	uint64_t kv_bytes_max; /* KvBytesMax=, suffixes K M G; 0: auto */
 	enum config_kv {
 		CONFIG_KV_AUTO,
 		CONFIG_KV_F16,
 		CONFIG_KV_F32
 	} kv_type; /* KvType=auto|f16|f32 */
+	/* [Memory] */
+	enum residency_tier host_tier;  /* HostTier=auto|mapped|arena */
+	uint64_t host_budget_bytes;     /* HostBudget=; 0: auto */
+	uint64_t memory_reserve_bytes;  /* MemoryReserve=; 0: auto */
+	uint64_t host_idle_us;          /* HostIdleSec=, default 10min; infinity: never */
+	enum evict_policy evict_policy; /* EvictionPolicy= */
+	int prefetch;                   /* Prefetch=auto|off|on: -1, 0, 1 */
+	uint32_t disk_queue_depth;      /* DiskQueueDepth=; 0: auto */
 	/* [Service] */
 	uint32_t queue_max;         /* QueueMax= requests waiting or running, default 64 */
 	uint32_t sessions_max;      /* SessionsMax= in all, default 256 */

@@ -7,6 +7,7 @@
  */
 #include "daemon/conn.h"
 
+#include "daemon/inspect.h"
 #include "daemon/methods.h"
 #include "daemon/request.h"
 
@@ -40,6 +41,7 @@ void conn_free(struct conn *c)
 	if (c->request)
 		request_cancel(c->request, true);
 	session_close_of(d, c);
+	inspect_hang_up(c);
 	call_free(c->current);
 	for (struct conn_call *call = c->waiting, *next; call; call = next) {
 		next = call->next;
@@ -581,7 +583,40 @@ static int on_accept(sd_event_source *source, int listen_fd, uint32_t events, vo
 	return 0;
 }
 
+/* Whoever may connect could have all experts dropped: only who is going to kill. */
+static bool is_oomd(int fd)
+{
+	const struct passwd *pw = getpwnam("systemd-oom");
+	struct ucred cred;
+	socklen_t len = sizeof(cred);
+
+	return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &len) == 0 &&
+	       (cred.uid == 0 || cred.uid == geteuid() || (pw && cred.uid == pw->pw_uid));
+}
+
+static int on_accept_oomd(sd_event_source *source, int listen_fd, uint32_t events, void *arg)
+{
+	struct daemon *d = arg;
+	struct conn *c;
+	int fd;
+
+	(void)source;
+	(void)events;
+	fd = accept4(listen_fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+	if (fd < 0)
+		return 0;
+	if (!is_oomd(fd) || conn_add(d, fd, 0, 0, &c) < 0)
+		close(fd);
+	else
+		c->oomd = true;
+	return 0;
+}
+
 int conn_start_listening(struct daemon *d)
 {
-	return sd_event_add_io(d->event, &d->listen_source, d->listen_fd, EPOLLIN, on_accept, d);
+	int r = sd_event_add_io(d->event, &d->listen_source, d->listen_fd, EPOLLIN, on_accept, d);
+
+	if (r >= 0 && d->oomd_fd >= 0)
+		r = sd_event_add_io(d->event, &d->oomd_source, d->oomd_fd, EPOLLIN, on_accept_oomd, d);
+	return r;
 }

@@ -35,11 +35,14 @@ struct conn {
 	struct conn_call *current; /* being answered */
 	struct conn_call *waiting, **waiting_tail;
 	size_t n_waiting, waiting_len;
-	struct request *request;    /* of the current call */
-	struct engine_clone *clone; /* of the current call */
-	bool deferred;              /* the current call waits for a model that is being loaded */
-	bool half_closed;           /* the peer will send no more */
-	bool closing;               /* close when out is empty */
+	struct request *request;        /* of the current call */
+	struct engine_clone *clone;     /* of the current call */
+	struct engine_inspect *inspect; /* of the current call */
+	int64_t tracing; /* tokens still to record for the current call; 0: it does not, -1: until it hangs up */
+	bool oomd;        /* systemd-oomd: has one method of its own, and no others */
+	bool deferred;    /* the current call waits for a model that is being loaded */
+	bool half_closed; /* the peer will send no more */
+	bool closing;     /* close when out is empty */
 };
 
 int conn_start_listening(struct daemon *d);

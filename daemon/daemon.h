@@ -12,7 +12,8 @@
  * conn.c      one client: bytes in, calls in order, frames out
  * methods.c   what each method of the interface does
  * uses.c      which models serve chat, code, small, best
- * pressure.c  idle conversations give memory back when it is short
+ * pressure.c  how much memory the model may have, by what others need
+ * inspect.c   where the model's memory is: GetResidency, routing traces, the tracer's feed
  * policy.c    who may ask for how much; quota.c what he has used today
  * bus.c       control on D-Bus; polkit.c who may; lease.c what is held by a descriptor
  *
@@ -34,7 +35,9 @@
 
 struct bus;
 struct conn;
+struct feed;
 struct lease;
+struct memory;
 struct request;
 struct session;
 
@@ -115,7 +118,25 @@ struct daemon {
 	struct quota *quota;
 	sd_event_source *quota_timer, *idle_timer, *pressure_source;
 	uint64_t pressure_us; /* when it was reacted to last */
-	bool quota_failed;    /* told once */
+
+	struct memory *memory; /* NULL: cannot be seen */
+	int statm_fd;
+	sd_event_source *budget_timer, *host_idle_timer;
+	uint64_t memory_available, budget_looked_us, budget_told_us;
+	uint64_t budget_steps_down, budget_steps_up;
+	bool budget_low; /* it was told that the budget went down */
+
+	sd_event_source *latency_timer;
+	uint64_t budget_last;    /* what was set last: the engine may have gone below */
+	struct feed *feed;       /* of the loaded model, while its experts are managed */
+	char *tier_reason;       /* why they lie where they do; NULL: none loaded */
+	const char *budget_note; /* told last, see engine.h */
+	int heat_error;          /* told last */
+	size_t n_tracing;        /* connections that record routing */
+	int oomd_fd;             /* systemd-oomd asks here before it kills; -1: not set up */
+	sd_event_source *oomd_source, *broken_timer;
+	uint64_t broken_wait_us;
+	bool quota_failed; /* told once */
 	struct lease *leases;
 	size_t n_leases;
 	struct bus *bus;

@@ -174,6 +174,9 @@ static int take_fds(struct daemon *d, char **names, int n)
 		if (streq(names[i], "model")) {
 			closep(&d->stored_model_fd);
 			d->stored_model_fd = fd;
+		} else if (streq(names[i], "oomd") && d->oomd_fd < 0 &&
+			   sd_is_socket_unix(fd, SOCK_STREAM, 1, NULL, 0) > 0) {
+			d->oomd_fd = fd;
 		} else if (d->listen_fd < 0 && sd_is_socket_unix(fd, SOCK_STREAM, 1, NULL, 0) > 0) {
 			d->listen_fd = fd;
 		} else {
@@ -182,6 +185,14 @@ static int take_fds(struct daemon *d, char **names, int n)
 		}
 	}
 	return 0;
+}
+
+/* Accepting goes on until there is nobody left: it must not wait then. */
+static int dont_wait(int fd)
+{
+	int flags = fcntl(fd, F_GETFL);
+
+	return flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 ? -errno : 0;
 }
 
 static int take_socket(struct daemon *d)
@@ -199,9 +210,8 @@ static int take_socket(struct daemon *d)
 		return r;
 	if (d->listen_fd < 0)
 		return make_socket(d, d->options.socket ? d->options.socket : DEFAULT_SOCKET);
-	/* Accepting goes on until there is nobody left: it must not wait then. */
-	r = fcntl(d->listen_fd, F_GETFL);
-	return r < 0 || fcntl(d->listen_fd, F_SETFL, r | O_NONBLOCK) < 0 ? -errno : 0;
+	r = dont_wait(d->listen_fd);
+	return r == 0 && d->oomd_fd >= 0 ? dont_wait(d->oomd_fd) : r;
 }
 
 static int on_signal(sd_event_source *source, const struct signalfd_siginfo *si, void *arg)
@@ -273,7 +283,11 @@ static int run(struct daemon *d)
 
 int main(int argc, char **argv)
 {
-	struct daemon d = { .listen_fd = -1, .stored_model_fd = -1, .started_us = now_us() };
+	struct daemon d = { .listen_fd = -1,
+			    .stored_model_fd = -1,
+			    .oomd_fd = -1,
+			    .statm_fd = -1,
+			    .started_us = now_us() };
 	int r = parse_options(argc, argv, &d.options);
 
 	if (r != 0)
@@ -285,10 +299,12 @@ int main(int argc, char **argv)
 	remove_socket(&d);
 	sd_event_source_disable_unref(d.listen_source);
 	sd_event_source_disable_unref(d.accept_pause);
+	sd_event_source_disable_unref(d.oomd_source);
 	service_done(&d);
 	sd_event_unref(d.event);
 	closep(&d.listen_fd);
 	closep(&d.stored_model_fd);
+	closep(&d.oomd_fd);
 	free(d.socket_path);
 	return r < 0 ? 1 : 0;
 }

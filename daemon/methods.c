@@ -6,6 +6,7 @@
  */
 #include "daemon/methods.h"
 
+#include "daemon/inspect.h"
 #include "daemon/request.h"
 
 #include <inttypes.h>
@@ -119,6 +120,14 @@ static void get_status(struct conn *c, struct args *a)
 			"kv_bytes_max", (json_int_t)d->stats.kv_bytes_max);
 	if (obj)
 		add_state(d, obj);
+	if (obj && d->model && d->tier_reason) {
+		(void)json_object_set_new(obj, "experts",
+					  json_sprintf("%s: %s", residency_tier_to_string(d->stats.tier),
+						       d->tier_reason));
+		(void)json_object_set_new(obj, "budget_bytes",
+					  json_integer((json_int_t)atomic_load(
+						  &engine_shared(d->engine)->budget_bytes)));
+	}
 	conn_reply(c, obj, false);
 }
 
@@ -310,6 +319,34 @@ static void get_usage(struct conn *c, struct args *a)
 		   false);
 }
 
+static void get_residency(struct conn *c, struct args *a)
+{
+	bool blocks = false;
+
+	(void)args_bool(a, "blocks", &blocks);
+	if (checked(c, a))
+		inspect_residency(c, blocks);
+}
+
+static void trace_routing(struct conn *c, struct args *a)
+{
+	int64_t tokens = -1;
+
+	(void)args_i64(a, "tokens", false, 1, INT64_MAX, &tokens);
+	if (checked(c, a))
+		inspect_trace(c, tokens);
+}
+
+static void notify(struct conn *c, struct args *a)
+{
+	const char *group = NULL;
+	size_t len;
+
+	(void)args_str(a, "cgroup", true, 4096, &group, &len);
+	if (checked(c, a))
+		inspect_last_resort(c);
+}
+
 static void get_info(struct conn *c, struct args *a)
 {
 	if (checked(c, a))
@@ -351,8 +388,13 @@ static const struct method inference_methods[] = {
 	{ "CloseSession", close_session },
 	{ "ListModels", list_models },
 	{ "GetUsage", get_usage },
+	{ "GetResidency", get_residency },
+	{ "TraceRouting", trace_routing },
 	{ NULL, NULL },
 };
+
+/* systemd-oomd's interface: oomd.conf(5), PREKILL EVENT. */
+static const struct method oomd_methods[] = { { "Notify", notify }, { NULL, NULL } };
 
 static const struct method service_methods[] = {
 	{ "GetInfo", get_info },
@@ -366,7 +408,9 @@ void methods_dispatch(struct conn *c)
 	const struct method *m;
 	struct args a;
 
-	if (streq(call->interface, "org.residentd.Inference")) {
+	if (c->oomd && streq(call->interface, "io.systemd.oom.Prekill")) {
+		m = oomd_methods;
+	} else if (!c->oomd && streq(call->interface, "org.residentd.Inference")) {
 		m = inference_methods;
 	} else if (streq(call->interface, "org.varlink.service")) {
 		m = service_methods;

@@ -1,18 +1,35 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * pressure.c: reacts to memory pressure. See pressure.h. Loop thread.
+ * pressure.c: how much memory the model may have. See pressure.h. Loop thread.
  *
- * Knows when, not what: the engine forgets the states of idle sessions. Invariant: at most one reaction in two seconds, which is how often
- * the kernel speaks to an unprivileged process.
+ * Knows how much, not what: the engine decides which experts and which conversations give way. Owns struct daemon's memory_*. Invariants:
+ * nothing wakes the machine while no experts are managed; the budget never goes above the configured one, nor below the floor.
  */
 #include "daemon/pressure.h"
 
+#include "daemon/bus.h"
+#include "daemon/residency/memory.h"
+
 #include <fcntl.h>
+#include <inttypes.h>
 #include <sys/stat.h>
 
 /* 100 ms of stall in 2 s: systemd's own default rate (PRESSURE.md), in the only window that is open to everybody (a multiple of 2 s). */
-#define TRIGGER     "some 200000 2000000"
-#define INTERVAL_US 2000000
+#define TRIGGER      "some 200000 2000000"
+#define INTERVAL_US  2000000
+/* How often the memory is looked at: something that takes 256 MB/s gets 26 MB between two looks, half of the smallest slack that is kept
+ * (memory_group_slack()). With nothing at work it is somebody else's turn to be fast. */
+#define LOOK_BUSY_US 100000
+#define LOOK_IDLE_US 500000
+/* What comes back a second, as a part of the configured budget, and how long after the last step down. */
+#define GROW_PART    20
+#define CALM_US      3000000
+/* What one notice of pressure takes off the budget, as a part of it. */
+#define STEP_PART    20
+/* Less than this part of the memory available is little. */
+#define SCARCE_PART  8
+/* Steps are many; the journal gets one line for those that come within this time. */
+#define LOG_US       10000000
 
 ssize_t pressure_decode(const char *base64, unsigned char *ret, size_t max)
 {
@@ -37,6 +54,187 @@ ssize_t pressure_decode(const char *base64, unsigned char *ret, size_t max)
 	return (ssize_t)n;
 }
 
+double pressure_some_avg10(void)
+{
+	_cleanup_(fclosep) FILE *f = fopen("/proc/pressure/memory", "re");
+	double avg = 0;
+
+	return f && fscanf(f, "some avg10=%lf", &avg) == 1 ? avg : 0;
+}
+
+uint64_t pressure_next_budget(uint64_t now, uint64_t want, uint64_t floor, uint64_t configured,
+			      uint64_t grow_bytes, bool calm)
+{
+	uint64_t next = now;
+
+	if (want < now)
+		next = want;
+	else if (calm)
+		next = MIN(want, now + MIN(grow_bytes, UINT64_MAX - now));
+	return MAX(MIN(next, configured), floor);
+}
+
+/* Anonymous memory of the process, which nobody can take from it, and what is locked. */
+static uint64_t own_bytes(struct daemon *d)
+{
+	unsigned long long size, resident, shared;
+	char text[128];
+	ssize_t n;
+
+	if (d->statm_fd < 0)
+		return 0;
+	n = pread(d->statm_fd, text, sizeof(text) - 1, 0);
+	if (n <= 0)
+		return 0;
+	text[n] = 0;
+	if (sscanf(text, "%llu %llu %llu", &size, &resident, &shared) != 3 || shared > resident)
+		return 0;
+	return (resident - shared) * (uint64_t)sysconf(_SC_PAGESIZE) +
+	       atomic_load(&engine_shared(d->engine)->locked_bytes);
+}
+
+static void tell_budget(struct daemon *d, uint64_t from, uint64_t to)
+{
+	bool down = to < from;
+
+	if (down)
+		d->budget_steps_down++;
+	else
+		d->budget_steps_up++;
+	if (!atomic_load(&engine_shared(d->engine)->managed))
+		return; /* all is in the page cache: the kernel's business so far */
+	if (down && now_us() - d->budget_told_us > LOG_US) {
+		log_info("memory is short (%" PRIu64 " MB available): the model's budget goes from %" PRIu64
+			 " MB to %" PRIu64 " MB, the coldest experts first",
+			 d->memory_available / 1000000, from / 1000000, to / 1000000);
+		if (!d->budget_low)
+			bus_pressure(d, "some");
+		d->budget_low = true;
+	}
+	if (down)
+		d->budget_told_us = now_us();
+}
+
+static void set_budget(struct daemon *d, uint64_t to)
+{
+	struct residency_shared *s = engine_shared(d->engine);
+	uint64_t from = atomic_load(&s->target_bytes);
+
+	if (from == 0)
+		from = atomic_load(&s->budget_bytes);
+	if (to == from)
+		return;
+	atomic_store(&s->target_bytes, to);
+	d->budget_last = to;
+	tell_budget(d, from, to);
+	if (d->budget_low && to >= atomic_load(&s->configured_bytes)) {
+		d->budget_low = false;
+		bus_pressure(d, "none");
+		log_info("memory is free again: the model's budget is %" PRIu64 " MB as before",
+			 to / 1000000);
+	}
+	/* One that works looks by itself. */
+	if (d->n_requests == 0)
+		engine_wake(d->engine);
+}
+
+/* Looks once. Returns whether little is left: then a notice of pressure is about what we hold, and not about a group far from here. */
+static bool look(struct daemon *d, uint64_t since_us)
+{
+	struct residency_shared *s = engine_shared(d->engine);
+	uint64_t configured = atomic_load(&s->configured_bytes), now = atomic_load(&s->target_bytes);
+	uint64_t reserve = d->config.memory_reserve_bytes, grow = configured / GROW_PART;
+	struct memory_state state;
+
+	if (!d->memory || memory_read(d->memory, &state) < 0)
+		return true;
+	d->memory_available = state.available;
+	if (reserve == 0)
+		reserve = memory_default_reserve(state.machine_total);
+	if (now == 0)
+		now = atomic_load(&s->budget_bytes);
+	else if (now < d->budget_last)
+		d->budget_told_us = now_us(); /* the engine took a step of its own: not up again at once */
+	d->budget_last = now;
+	set_budget(d, pressure_next_budget(now, memory_budget(&state, own_bytes(d), reserve),
+					   atomic_load(&s->floor_bytes), configured,
+					   grow * MIN(since_us, (uint64_t)LOOK_IDLE_US) / 1000000,
+					   now_us() - d->budget_told_us > CALM_US));
+	return state.available < MAX(2 * reserve, state.total / SCARCE_PART);
+}
+
+static int on_look(sd_event_source *source, uint64_t usec, void *arg)
+{
+	struct daemon *d = arg;
+	uint64_t now = now_us(), interval = d->n_requests > 0 ? LOOK_BUSY_US : LOOK_IDLE_US;
+
+	(void)usec;
+	(void)look(d, now - d->budget_looked_us);
+	d->budget_looked_us = now;
+	(void)sd_event_source_set_time_relative(source, interval);
+	(void)sd_event_source_set_enabled(source, SD_EVENT_ONESHOT);
+	return 0;
+}
+
+/* The kernel has spoken: less than what is measured to be there. */
+static void step_down(struct daemon *d)
+{
+	struct residency_shared *s = engine_shared(d->engine);
+	uint64_t now = atomic_load(&s->target_bytes);
+
+	if (now == 0)
+		now = atomic_load(&s->budget_bytes);
+	if (now > 0)
+		set_budget(d, MAX(now - now / STEP_PART, atomic_load(&s->floor_bytes)));
+}
+
+void pressure_last_resort(struct daemon *d)
+{
+	struct residency_shared *s = engine_shared(d->engine);
+
+	log_notice("somebody is about to be killed for want of memory: all that can be given is");
+	bus_pressure(d, "full");
+	engine_shrink(d->engine);
+	if (atomic_load(&s->floor_bytes) > 0)
+		set_budget(d, atomic_load(&s->floor_bytes));
+}
+
+void pressure_model_changed(struct daemon *d)
+{
+	bool managed = atomic_load(&engine_shared(d->engine)->managed);
+
+	if (!managed)
+		d->budget_timer = sd_event_source_disable_unref(d->budget_timer);
+	if (!managed || d->budget_timer || !d->memory)
+		return;
+	d->budget_looked_us = now_us();
+	if (sd_event_add_time_relative(d->event, &d->budget_timer, CLOCK_MONOTONIC, LOOK_BUSY_US,
+				       10000, on_look, d) < 0)
+		log_warning("no memory for a timer: the model's budget will not move");
+}
+
+static int on_host_idle(sd_event_source *source, uint64_t usec, void *arg)
+{
+	struct daemon *d = arg;
+
+	(void)source;
+	(void)usec;
+	d->host_idle_timer = sd_event_source_disable_unref(d->host_idle_timer);
+	if (d->n_requests > 0 || d->n_leases > 0 || !atomic_load(&engine_shared(d->engine)->managed))
+		return 0;
+	log_debug("idle: the experts leave the memory");
+	engine_release(d->engine);
+	return 0;
+}
+
+void pressure_used(struct daemon *d)
+{
+	d->host_idle_timer = sd_event_source_disable_unref(d->host_idle_timer);
+	if (d->n_requests == 0 && d->config.host_idle_us != UINT64_MAX && d->state == SERVICE_AVAILABLE)
+		(void)sd_event_add_time_relative(d->event, &d->host_idle_timer, CLOCK_MONOTONIC,
+						 d->config.host_idle_us, 1000000, on_host_idle, d);
+}
+
 static int on_pressure(sd_event_source *source, int fd, uint32_t events, void *arg)
 {
 	struct daemon *d = arg;
@@ -54,6 +252,8 @@ static int on_pressure(sd_event_source *source, int fd, uint32_t events, void *a
 	d->pressure_us = now_us();
 	log_info("memory is short: idle conversations give theirs back");
 	engine_shrink(d->engine);
+	if (look(d, 0) && atomic_load(&engine_shared(d->engine)->managed))
+		step_down(d);
 	return 0;
 }
 
@@ -84,8 +284,13 @@ static int open_watch(uint32_t *ret_events)
 void pressure_start(struct daemon *d)
 {
 	uint32_t events;
-	int fd = open_watch(&events), r;
+	int fd, r = memory_open("", &d->memory);
 
+	if (r < 0)
+		log_warning("cannot see how much memory is free: %s; the model's budget will not move",
+			    strerror(-r));
+	d->statm_fd = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+	fd = open_watch(&events);
 	if (fd < 0) {
 		log_debug("no notice of memory pressure: %s", strerror(-fd));
 		return;
@@ -102,4 +307,8 @@ void pressure_start(struct daemon *d)
 void pressure_stop(struct daemon *d)
 {
 	d->pressure_source = sd_event_source_disable_unref(d->pressure_source);
+	d->budget_timer = sd_event_source_disable_unref(d->budget_timer);
+	d->host_idle_timer = sd_event_source_disable_unref(d->host_idle_timer);
+	d->memory = memory_close(d->memory);
+	closep(&d->statm_fd);
 }

@@ -7,6 +7,7 @@
 #include "daemon/request.h"
 
 #include "daemon/messages.h"
+#include "daemon/pressure.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -332,6 +333,7 @@ static void link_request(struct daemon *d, struct request *r)
 	*(r->prev ? &r->prev->next : &d->requests) = r;
 	d->last_request = r;
 	d->n_requests++;
+	pressure_used(d);
 }
 
 static void unlink_request(struct daemon *d, struct request *r)
@@ -339,6 +341,7 @@ static void unlink_request(struct daemon *d, struct request *r)
 	*(r->prev ? &r->prev->next : &d->requests) = r->next;
 	*(r->next ? &r->next->prev : &d->last_request) = r->prev;
 	d->n_requests--;
+	pressure_used(d);
 }
 
 static json_t *id_json(const struct request *r)

@@ -6,6 +6,7 @@
  */
 #include "daemon/bus.h"
 #include "daemon/conn.h"
+#include "daemon/inspect.h"
 #include "daemon/lease.h"
 #include "daemon/messages.h"
 #include "daemon/methods.h"
@@ -20,6 +21,15 @@
 
 #define DRAIN_US    4000000 /* running answers may end by themselves this long... */
 #define DEADLINE_US 4700000 /* ...and the process ends within 5 s whatever happens */
+
+static const char *const broken_text =
+	"the model's file was changed or became unreadable while it was in use; it is loaded again when it has changed, or by a reload";
+
+static void on_model_broken(struct daemon *d);
+static void watch_broken(struct daemon *d);
+static void start_load(struct daemon *d);
+static struct model_id identify(const char *path);
+static void set_unavailable(struct daemon *d, enum error_code code, const char *reason);
 
 static const char *const no_model_text =
 	"no model: add one with `residentctl model add FILE.gguf` and reload the service, or start "
@@ -91,6 +101,45 @@ struct uid_usage *usage_of(struct daemon *d, uid_t uid)
 	return &d->usage[d->n_usage++];
 }
 
+/* A file that was overwritten in place is whole again some time later: as soon as it looks different it is loaded anew. */
+static int on_broken_timer(sd_event_source *source, uint64_t usec, void *arg)
+{
+	struct daemon *d = arg;
+	_cleanup_(freep) char *path = models_path(d);
+	struct model_id id = path ? identify(path) : (struct model_id){};
+
+	(void)source;
+	(void)usec;
+	d->broken_timer = sd_event_source_disable_unref(d->broken_timer);
+	if (!d->stats.model_broken || d->loading || d->state == SERVICE_STOPPING)
+		return 0;
+	if (memcmp(&id, &d->loading_id, sizeof(id)) != 0 && id.size > 0) {
+		log_info("the model's file has changed: loading it anew");
+		start_load(d);
+	} else {
+		watch_broken(d);
+	}
+	return 0;
+}
+
+static void watch_broken(struct daemon *d)
+{
+	d->broken_wait_us = CLAMP(2 * d->broken_wait_us, UINT64_C(1000000), UINT64_C(60000000));
+	if (!d->broken_timer)
+		(void)sd_event_add_time_relative(d->event, &d->broken_timer, CLOCK_MONOTONIC,
+						 d->broken_wait_us, 100000, on_broken_timer, d);
+}
+
+static void on_model_broken(struct daemon *d)
+{
+	static const char *const fields[] = { MESSAGE_ID_MODEL_FAILED, NULL };
+
+	log_fields(LOG_ERR, fields, "model %s: %s", d->model->name, broken_text);
+	set_unavailable(d, ERROR_MODEL_BROKEN, broken_text);
+	d->broken_wait_us = 0;
+	watch_broken(d);
+}
+
 void service_set_stats(struct daemon *d, const struct engine_stats *stats)
 {
 	bool evicted = stats->n_evicted != d->stats.n_evicted;
@@ -98,6 +147,20 @@ void service_set_stats(struct daemon *d, const struct engine_stats *stats)
 	d->stats = *stats;
 	if (evicted)
 		bus_evicted(d, stats->kv_bytes_used);
+	if (stats->heat_error < 0 && stats->heat_error != d->heat_error)
+		log_warning("cannot save which experts are used most: %s; they are remembered until the service ends",
+			    strerror(-stats->heat_error));
+	d->heat_error = stats->heat_error;
+	if (stats->budget_note && stats->budget_note != d->budget_note)
+		log_info("the model's budget goes down: %s", stats->budget_note);
+	d->budget_note = stats->budget_note;
+	if (d->model && d->state == SERVICE_AVAILABLE) {
+		/* Experts may have become managed meanwhile. */
+		inspect_follow_model(d, d->model);
+		pressure_model_changed(d);
+		if (stats->model_broken)
+			on_model_broken(d);
+	}
 }
 
 void service_set_state(struct daemon *d, enum service_state state)
@@ -175,6 +238,15 @@ static void engine_config(const struct daemon *d, struct engine_config *ret)
 		.batch_tok = c->batch_tok,
 		.kv_bytes_max = c->kv_bytes_max,
 		.kv_f16 = c->kv_type == CONFIG_KV_AUTO ? -1 : c->kv_type == CONFIG_KV_F16,
+		.residency = {
+			.tier = c->host_tier,
+			.policy = c->evict_policy,
+			.budget_bytes = c->host_budget_bytes,
+			.reserve_bytes = c->memory_reserve_bytes,
+			.prefetch = c->prefetch,
+			.queue_depth = c->disk_queue_depth,
+			.state_dir = d->state_dir,
+		},
 	};
 }
 
@@ -231,8 +303,12 @@ static void start_load(struct daemon *d)
 
 static void on_loaded_nothing(struct daemon *d)
 {
+	struct model *old = d->model;
+
 	session_close_all(d);
-	d->model = model_unref(d->model);
+	d->model = NULL;
+	inspect_follow_model(d, old);
+	model_unref(old);
 	d->model_id = (struct model_id){};
 	log_notice("the model was unloaded");
 }
@@ -269,10 +345,15 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 	if (load->err == 0 && !load->model) {
 		on_loaded_nothing(d);
 	} else if (load->err == 0) {
+		struct model *old = d->model;
+
 		d->engine_config = load->config;
 		session_close_all(d);
-		model_unref(d->model);
 		d->model = TAKE_PTR(load->model);
+		free(d->tier_reason);
+		d->tier_reason = TAKE_PTR(load->tier_reason);
+		inspect_follow_model(d, old); /* frees the old feed before its catalog */
+		model_unref(old);
 		d->model_id = d->loading_id;
 		models_store_fd(d);
 		free(d->reason);
@@ -284,6 +365,9 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 			   d->model->name, d->model->arch->name, d->model->n_params,
 			   d->model->weight_bytes, d->stats.context, d->stats.threads,
 			   d->stats.backend);
+		if (d->tier_reason)
+			log_info("experts: %s: %s", residency_tier_to_string(d->stats.tier),
+				 d->tier_reason);
 		if (!d->model->template)
 			log_warning("model %s: %s; raw completion works", d->model->name,
 				    d->model->template_error ? d->model->template_error
@@ -297,7 +381,9 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 	}
 	if (d->state != SERVICE_STOPPING) {
 		bus_model_changed(d);
-		if (d->model)
+		if (d->model && d->stats.model_broken)
+			set_unavailable(d, ERROR_MODEL_BROKEN, broken_text);
+		else if (d->model)
 			service_set_state(d, SERVICE_AVAILABLE);
 		else if (load->err == 0)
 			set_unavailable(
@@ -309,8 +395,13 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 		notify_ready(d);
 		service_touch(d);
 	}
+	if (d->stats.model_broken)
+		watch_broken(d);
+	pressure_model_changed(d);
+	pressure_used(d);
 	free(load->path);
 	free(load->error);
+	free(load->tier_reason);
 	free(load);
 	if (d->reload_again) {
 		d->reload_again = false;
@@ -375,6 +466,8 @@ static void take_mail(struct daemon *d, struct mail *m)
 	switch (m->kind) {
 	case EVENT_LOADED: on_loaded(d, (struct engine_load *)m); break;
 	case EVENT_CLONED: on_cloned(d, (struct engine_clone *)m); break;
+	case EVENT_INSPECTED: inspect_done(d, (struct engine_inspect *)m); break;
+	case EVENT_TRACE: inspect_traced(d, (struct engine_trace *)m); break;
 	case EVENT_PROGRESS: request_progress((struct engine_event *)m); break;
 	case EVENT_DONE: request_done((struct request *)m); break;
 	case EVENT_PREPARED:
@@ -426,8 +519,13 @@ int service_start(struct daemon *d)
 
 static bool same_engine(const struct engine_config *a, const struct engine_config *b)
 {
-	return a->threads == b->threads && a->context == b->context && a->batch_tok == b->batch_tok &&
-	       a->kv_bytes_max == b->kv_bytes_max && a->kv_f16 == b->kv_f16;
+	const struct residency_config *r = &a->residency, *q = &b->residency;
+
+	return a->threads == b->threads && a->context == b->context &&
+	       a->batch_tok == b->batch_tok && a->kv_bytes_max == b->kv_bytes_max &&
+	       a->kv_f16 == b->kv_f16 && r->tier == q->tier && r->policy == q->policy &&
+	       r->budget_bytes == q->budget_bytes && r->reserve_bytes == q->reserve_bytes &&
+	       r->prefetch == q->prefetch && r->queue_depth == q->queue_depth;
 }
 
 void service_reload(struct daemon *d)
@@ -459,7 +557,7 @@ void service_reload(struct daemon *d)
 		return;
 	}
 	if (d->model && memcmp(&id, &d->model_id, sizeof(id)) == 0 &&
-	    same_engine(&wanted, &d->engine_config)) {
+	    same_engine(&wanted, &d->engine_config) && !d->stats.model_broken) {
 		notify_ready(d);
 		service_touch(d);
 		return;
@@ -479,9 +577,13 @@ void service_done(struct daemon *d)
 		engine_join(d->engine);
 		on_mail(NULL, -1, 0, d);
 		session_close_all(d);
+		inspect_stop(d);
+		pressure_stop(d);
 		d->engine = engine_free(d->engine);
 	}
 	pressure_stop(d);
+	sd_event_source_disable_unref(d->broken_timer);
+	free(d->tier_reason);
 	lease_free_all(d);
 	bus_stop(d);
 	if (d->mail.tail)

@@ -10,6 +10,7 @@
  */
 #include "daemon/engine/backend.h"
 
+#include "daemon/residency/residency.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/pool.h"
 
@@ -36,14 +37,34 @@ struct grow {
 };
 
 /*
- * The arena, from the bottom: what the caller took (scratch()), then the converted input of the
- * last products, kept because q, k and v, or the experts and the shared expert, all multiply the
- * same x; then temporaries of the running operation.
+ * What the router of a layer chose. A slot is one (token, chosen expert) pair; slot t * n_used + k
+ * is the k-th choice of token t. Places are the slots sorted by expert: expert e has places
+ * [first[e], first[e + 1]), in token order.
+ */
+struct route {
+	const struct backend_moe *p; /* NULL: none */
+	size_t n_tok, mark;          /* mark: where the arena was before */
+	uint32_t *chosen;            /* expert of each slot */
+	uint32_t *place;             /* of each slot */
+	float *weight;               /* of each slot */
+	size_t *first;               /* n_expert + 1 */
+	uint32_t *active;            /* experts that have places, ascending */
+	uint32_t *n_rows;            /* and how many */
+	size_t n_active;
+	float *probs; /* [t][n_expert] */
+};
+
+/*
+ * The arena, from the bottom: what the caller took (scratch()) and the route of the layer at hand,
+ * then the converted input of the last products, kept because q, k and v, or the experts and the
+ * shared expert, all multiply the same x; then temporaries of the running operation.
  */
 struct backend_cpu {
 	struct backend base;
 	const struct cpu_kernels *k;
 	struct pool *pool;
+	struct residency *residency; /* NULL: all weights are where the mapping says */
+	struct route route;
 	char *arena;
 	size_t arena_bytes, used, top;
 	struct {
@@ -64,6 +85,11 @@ static struct backend_cpu *cpu_of(struct backend *b)
 const char *backend_cpu_isa(const struct backend *b)
 {
 	return ((const struct backend_cpu *)b)->k->name;
+}
+
+uint64_t backend_cpu_major_faults(const struct backend *b)
+{
+	return pool_major_faults(((const struct backend_cpu *)b)->pool);
 }
 
 static void *grow_need(struct grow *g, size_t bytes)
@@ -133,6 +159,7 @@ static void cpu_scratch_reset(struct backend *b)
 	struct backend_cpu *c = cpu_of(b);
 
 	c->used = 0;
+	c->route.p = NULL;
 	drop_kept(c);
 }
 
@@ -773,36 +800,6 @@ static int cpu_delta(struct backend *b, const struct backend_delta *p,
 
 /* Mixture of experts. */
 
-/*
- * A slot is one (token, chosen expert) pair; slot t * n_used + k is the k-th choice of token t.
- * Places are the slots sorted by expert: expert e has places [first[e], first[e + 1]), in token
- * order.
- */
-struct moe_job {
-	struct backend_cpu *c;
-	const struct backend_moe *p;
-	const float *router;
-	const char *act, *up_act; /* input in the form that gate and up multiply: often the same */
-	size_t n_tok, n_embd, n_ff, act_stride, up_stride, hidden_stride;
-	uint32_t *chosen; /* expert of each slot */
-	uint32_t *place;  /* of each slot */
-	float *weight;    /* of each slot */
-	size_t *first;    /* n_expert + 1 */
-	uint32_t *active; /* experts that have places, ascending */
-	size_t n_active;
-	float *probs;   /* [t][n_expert] */
-	char *gathered; /* input of each place */
-	float *gate_up; /* [place][2 * n_ff]: gate, then up; the product replaces gate */
-	char *hidden;   /* the product in the form that down multiplies */
-	float *result;  /* [place][n_embd] */
-	float *out;
-	/* one of the three weights at a time */
-	const struct gguf_tensor *w;
-	const char *w_act;
-	float *y;
-	size_t w_act_stride, y_stride, w_stride, w_rows, rows, row_pieces;
-};
-
 size_t backend_moe_temp_floats(size_t n_embd, size_t n_ff, size_t n_expert, size_t n_used)
 {
 	/*
@@ -812,17 +809,24 @@ size_t backend_moe_temp_floats(size_t n_embd, size_t n_ff, size_t n_expert, size
 	return 2 * n_embd + n_expert + n_used * (3 + n_embd + 2 * n_ff + n_ff + n_embd);
 }
 
+struct route_job {
+	const struct backend_cpu *c;
+	const struct route *r;
+	const float *router;
+};
+
 static void route_piece(void *arg, size_t t, unsigned thread)
 {
-	const struct moe_job *j = arg;
-	size_t n = j->p->n_expert;
-	float *probs = j->probs + t * n, sum = 0;
+	const struct route_job *j = arg;
+	const struct route *r = j->r;
+	size_t n = r->p->n_expert;
+	float *probs = r->probs + t * n, sum = 0;
 
 	(void)thread;
 	memcpy(probs, j->router + t * n, n * sizeof(float));
 	j->c->k->softmax(probs, n);
-	for (size_t k = 0; k < j->p->n_used; k++) {
-		size_t best = 0, slot = t * j->p->n_used + k;
+	for (size_t k = 0; k < r->p->n_used; k++) {
+		size_t best = 0, slot = t * r->p->n_used + k;
 
 		/*
 		 * Strictly greater: of equals the lower index wins. Not-a-number never does, so
@@ -831,71 +835,173 @@ static void route_piece(void *arg, size_t t, unsigned thread)
 		for (size_t e = 1; e < n; e++)
 			if (probs[e] > probs[best])
 				best = e;
-		j->chosen[slot] = (uint32_t)best;
-		j->weight[slot] = probs[best];
+		r->chosen[slot] = (uint32_t)best;
+		r->weight[slot] = probs[best];
 		sum += probs[best];
 		probs[best] = -1.0f;
 	}
-	for (size_t k = 0; k < j->p->n_used; k++)
-		j->weight[t * j->p->n_used + k] /= sum;
+	for (size_t k = 0; k < r->p->n_used; k++)
+		r->weight[t * r->p->n_used + k] /= sum;
 }
 
 /* Counting sort of the slots by expert; stable, so places of an expert are in token order. */
-static void sort_slots(struct moe_job *j)
+static void sort_slots(struct route *r)
 {
-	size_t n_slots = j->n_tok * j->p->n_used;
+	size_t n_slots = r->n_tok * r->p->n_used;
 
-	memset(j->first, 0, (j->p->n_expert + 1) * sizeof(*j->first));
+	memset(r->first, 0, (r->p->n_expert + 1) * sizeof(*r->first));
 	for (size_t s = 0; s < n_slots; s++)
-		j->first[j->chosen[s] + 1]++;
-	for (uint32_t e = 0; e < j->p->n_expert; e++) {
-		if (j->first[e + 1] > 0)
-			j->active[j->n_active++] = e;
-		j->first[e + 1] += j->first[e];
+		r->first[r->chosen[s] + 1]++;
+	for (uint32_t e = 0; e < r->p->n_expert; e++) {
+		if (r->first[e + 1] > 0) {
+			r->n_rows[r->n_active] = (uint32_t)r->first[e + 1];
+			r->active[r->n_active++] = e;
+		}
+		r->first[e + 1] += r->first[e];
 	}
 	/* first[e] walks through e's places and ends where e + 1 began: shift back afterwards. */
 	for (size_t s = 0; s < n_slots; s++)
-		j->place[s] = (uint32_t)j->first[j->chosen[s]]++;
-	memmove(j->first + 1, j->first, j->p->n_expert * sizeof(*j->first));
-	j->first[0] = 0;
+		r->place[s] = (uint32_t)r->first[r->chosen[s]]++;
+	memmove(r->first + 1, r->first, r->p->n_expert * sizeof(*r->first));
+	r->first[0] = 0;
 }
+
+static bool route_alloc(struct backend_cpu *c, struct route *r)
+{
+	size_t n_slots = r->n_tok * r->p->n_used, n = r->p->n_expert;
+
+	r->chosen = arena_take(c, n_slots, sizeof(*r->chosen));
+	r->place = arena_take(c, n_slots, sizeof(*r->place));
+	r->weight = arena_take(c, n_slots, sizeof(*r->weight));
+	r->first = arena_take(c, n + 1, sizeof(*r->first));
+	r->active = arena_take(c, n, sizeof(*r->active));
+	r->n_rows = arena_take(c, n, sizeof(*r->n_rows));
+	r->probs = arena_take(c, r->n_tok * n, sizeof(float));
+	return r->chosen && r->place && r->weight && r->first && r->active && r->n_rows && r->probs;
+}
+
+/* Chooses; *r lies in the arena from where it was on. */
+static int route(struct backend_cpu *c, const struct backend_moe *p, const float *router_logits,
+		 size_t n_tok, struct route *r)
+{
+	struct route_job j = { .c = c, .r = r, .router = router_logits };
+
+	*r = (struct route){ .p = p, .n_tok = n_tok, .mark = c->used };
+	if (!route_alloc(c, r))
+		return -ENOMEM;
+	run(c, n_tok, route_piece, &j);
+	sort_slots(r);
+	return 0;
+}
+
+static void drop_route(struct backend_cpu *c)
+{
+	if (!c->route.p)
+		return;
+	c->used = c->route.mark;
+	c->route.p = NULL;
+	drop_kept(c);
+}
+
+static int cpu_moe_route(struct backend *b, const struct backend_moe *p, const float *router_logits,
+			 size_t n_tok)
+{
+	struct backend_cpu *c = cpu_of(b);
+	int r;
+
+	drop_route(c); /* of a layer that failed */
+	drop_kept(c);
+	r = route(c, p, router_logits, n_tok, &c->route);
+	if (r < 0) {
+		c->route.p = NULL;
+		drop_kept(c);
+		return r;
+	}
+	c->used = c->top; /* stays until moe() */
+	if (c->residency)
+		residency_layer_begin(c->residency, p->layer, c->route.active, c->route.n_rows,
+				      c->route.n_active);
+	return 0;
+}
+
+static bool cpu_moe_wants_guess(struct backend *b)
+{
+	struct backend_cpu *c = cpu_of(b);
+
+	return c->residency && residency_wants_guess(c->residency);
+}
+
+static int cpu_moe_guess(struct backend *b, const struct backend_moe *p, const float *router_logits,
+			 size_t n_tok)
+{
+	struct backend_cpu *c = cpu_of(b);
+	struct route r;
+	int err;
+
+	drop_kept(c);
+	err = route(c, p, router_logits, n_tok, &r);
+	if (err == 0)
+		residency_guess(c->residency, p->layer, r.active, r.n_active);
+	drop_kept(c);
+	return err;
+}
+
+struct moe_job {
+	struct backend_cpu *c;
+	const struct backend_moe *p;
+	const struct route *r;
+	const char *act, *up_act; /* input in the form that gate and up multiply: often the same */
+	size_t n_embd, n_ff, act_stride, up_stride, hidden_stride;
+	char *gathered, *up_gathered; /* input of each place */
+	float *gate_up; /* [place][2 * n_ff]: gate, then up; the product replaces gate */
+	char *hidden;   /* the product in the form that down multiplies */
+	float *result;  /* [place][n_embd] */
+	float *out;
+	struct residency_block *wave; /* experts whose weights are in memory now */
+	size_t n_wave;
+	/* one of the three weights at a time */
+	const struct gguf_tensor *w;
+	unsigned matrix; /* which */
+	const char *w_act;
+	float *y;
+	size_t w_act_stride, y_stride, w_stride, w_rows, rows, row_pieces;
+};
 
 static void gather_piece(void *arg, size_t t, unsigned thread)
 {
 	const struct moe_job *j = arg;
+	size_t n_used = j->p->n_used;
 
 	(void)thread;
-	for (size_t k = 0; k < j->p->n_used; k++)
-		memcpy(j->gathered + j->place[t * j->p->n_used + k] * j->w_act_stride,
-		       j->w_act + t * j->w_act_stride, j->w_act_stride);
+	for (size_t k = 0; k < n_used; k++) {
+		size_t place = j->r->place[t * n_used + k];
+
+		memcpy(j->gathered + place * j->act_stride, j->act + t * j->act_stride, j->act_stride);
+		if (j->up_gathered != j->gathered)
+			memcpy(j->up_gathered + place * j->up_stride, j->up_act + t * j->up_stride,
+			       j->up_stride);
+	}
 }
 
 static void expert_piece(void *arg, size_t i, unsigned thread)
 {
 	const struct moe_job *j = arg;
-	uint32_t e = j->active[i / j->row_pieces];
-	size_t r0 = i % j->row_pieces * j->rows, place = j->first[e];
-	const char *w = (const char *)j->w->data + (e * j->w->ne[1] + r0) * j->w_stride;
+	const struct residency_block *b = &j->wave[i / j->row_pieces];
+	size_t r0 = i % j->row_pieces * j->rows, place = j->r->first[b->expert];
 
 	(void)thread;
-	j->c->k->matmul[j->w->type](j->w->ne[0], w, j->w_stride, MIN(j->rows, j->w_rows - r0),
-				    j->w_act + place * j->w_act_stride, j->w_act_stride,
-				    j->first[e + 1] - place, j->y + place * j->y_stride + r0,
-				    j->y_stride);
+	j->c->k->matmul[j->w->type](
+		j->w->ne[0], (const char *)b->matrix[j->matrix] + r0 * j->w_stride, j->w_stride,
+		MIN(j->rows, j->w_rows - r0), j->w_act + place * j->w_act_stride, j->w_act_stride,
+		j->r->first[b->expert + 1] - place, j->y + place * j->y_stride + r0, j->y_stride);
 }
 
-static void gather(struct moe_job *j, const char *act, size_t stride)
-{
-	j->w_act = act;
-	j->w_act_stride = stride;
-	run(j->c, j->n_tok, gather_piece, j);
-}
-
-/* One weight of every active expert over its places. */
-static void run_experts(struct moe_job *j, const struct gguf_tensor *w, const char *act,
-			size_t act_stride, float *y, size_t y_stride)
+/* One weight of every expert of the wave over its places. */
+static void run_experts(struct moe_job *j, const struct gguf_tensor *w, unsigned matrix,
+			const char *act, size_t act_stride, float *y, size_t y_stride)
 {
 	j->w = w;
+	j->matrix = matrix;
 	j->w_act = act;
 	j->w_act_stride = act_stride;
 	j->y = y;
@@ -904,23 +1010,26 @@ static void run_experts(struct moe_job *j, const struct gguf_tensor *w, const ch
 	j->w_rows = w->ne[1];
 	j->rows = matmul_rows(j->w_stride);
 	j->row_pieces = n_pieces(j->w_rows, j->rows);
-	run(j->c, j->n_active * j->row_pieces, expert_piece, j);
+	run(j->c, j->n_wave * j->row_pieces, expert_piece, j);
 }
 
-static void hidden_piece(void *arg, size_t place, unsigned thread)
+/* A piece is an expert: all its places. */
+static void hidden_piece(void *arg, size_t i, unsigned thread)
 {
 	const struct moe_job *j = arg;
 	enum quant_type type = cpu_act_type((enum quant_type)j->p->down->type);
-	float *gate = j->gate_up + place * 2 * j->n_ff;
+	uint32_t e = j->wave[i].expert;
 
 	(void)thread;
-	if (type == QUANT_F32) {
-		j->c->k->silu_mul(gate, gate + j->n_ff,
-				  (float *)(j->hidden + place * j->hidden_stride), j->n_ff);
-		return;
+	for (size_t place = j->r->first[e]; place < j->r->first[e + 1]; place++) {
+		float *gate = j->gate_up + place * 2 * j->n_ff;
+		char *hidden = j->hidden + place * j->hidden_stride;
+
+		j->c->k->silu_mul(gate, gate + j->n_ff, type == QUANT_F32 ? (float *)hidden : gate,
+				  j->n_ff);
+		if (type != QUANT_F32)
+			j->c->k->quantize[type](gate, hidden, j->n_ff);
 	}
-	j->c->k->silu_mul(gate, gate + j->n_ff, gate, j->n_ff);
-	j->c->k->quantize[type](gate, j->hidden + place * j->hidden_stride, j->n_ff);
 }
 
 static void sum_piece(void *arg, size_t t, unsigned thread)
@@ -931,28 +1040,24 @@ static void sum_piece(void *arg, size_t t, unsigned thread)
 	for (size_t k = 0; k < j->p->n_used; k++) {
 		size_t slot = t * j->p->n_used + k;
 
-		j->c->k->add_scaled(j->out + t * j->n_embd, j->result + j->place[slot] * j->n_embd,
-				    j->weight[slot], j->n_embd);
+		j->c->k->add_scaled(j->out + t * j->n_embd, j->result + j->r->place[slot] * j->n_embd,
+				    j->r->weight[slot], j->n_embd);
 	}
 }
 
 static int moe_alloc(struct moe_job *j)
 {
 	struct backend_cpu *c = j->c;
-	size_t n_slots = j->n_tok * j->p->n_used;
+	size_t n_slots = j->r->n_tok * j->p->n_used;
 
-	j->chosen = arena_take(c, n_slots, sizeof(*j->chosen));
-	j->place = arena_take(c, n_slots, sizeof(*j->place));
-	j->weight = arena_take(c, n_slots, sizeof(*j->weight));
-	j->first = arena_take(c, j->p->n_expert + 1, sizeof(*j->first));
-	j->active = arena_take(c, j->p->n_expert, sizeof(*j->active));
-	j->probs = arena_take(c, j->n_tok * j->p->n_expert, sizeof(float));
-	j->gathered = arena_take(c, n_slots, MAX(j->act_stride, j->up_stride));
+	j->gathered = j->up_gathered = arena_take(c, n_slots, j->act_stride);
+	if (j->up_act != j->act)
+		j->up_gathered = arena_take(c, n_slots, j->up_stride);
 	j->gate_up = arena_take(c, n_slots, 2 * j->n_ff * sizeof(float));
 	j->hidden = arena_take(c, n_slots, j->hidden_stride);
 	j->result = arena_take(c, n_slots, j->n_embd * sizeof(float));
-	return j->chosen && j->place && j->weight && j->first && j->active && j->probs &&
-			       j->gathered && j->gate_up && j->hidden && j->result
+	j->wave = arena_take(c, j->p->n_expert, sizeof(*j->wave));
+	return j->gathered && j->up_gathered && j->gate_up && j->hidden && j->result && j->wave
 		       ? 0
 		       : -ENOMEM;
 }
@@ -969,7 +1074,7 @@ static int moe_convert(struct moe_job *j, const struct gguf_tensor *in,
 	char *other;
 
 	j->act_stride = j->up_stride = act_bytes(in->type, in->ne[0]);
-	j->act = j->up_act = activations(j->c, in->type, x, j->n_tok, in->ne[0]);
+	j->act = j->up_act = activations(j->c, in->type, x, j->r->n_tok, in->ne[0]);
 	if (!j->act)
 		return -ENOMEM;
 	if (up_type == type)
@@ -978,45 +1083,93 @@ static int moe_convert(struct moe_job *j, const struct gguf_tensor *in,
 	j->up_act = (const char *)x;
 	if (up_type == QUANT_F32)
 		return 0;
-	j->up_act = other = arena_take(j->c, j->n_tok, j->up_stride);
+	j->up_act = other = arena_take(j->c, j->r->n_tok, j->up_stride);
 	if (!other)
 		return -ENOMEM;
-	convert(j->c, up_type, x, j->n_tok, up->ne[0], other);
+	convert(j->c, up_type, x, j->r->n_tok, up->ne[0], other);
 	return 0;
 }
 
-static int cpu_moe(struct backend *b, const struct backend_moe *p, const float *x,
-		   const float *router_logits, size_t n_tok, float *out)
+/* Without residency: every expert at once, in the mapping. */
+static size_t whole_wave(struct moe_job *j)
+{
+	const struct gguf_tensor *const w[] = {
+		[0] = j->p->gate_up ? j->p->gate_up : j->p->gate,
+		[1] = j->p->gate_up ? NULL : j->p->up,
+		[2] = j->p->down,
+	};
+
+	for (size_t i = 0; i < j->r->n_active; i++) {
+		j->wave[i].expert = j->r->active[i];
+		for (unsigned k = 0; k < ARRAY_SIZE(w); k++)
+			if (w[k])
+				j->wave[i].matrix[k] = (const char *)w[k]->data +
+						       j->r->active[i] * w[k]->ne[1] *
+							       quant_row_bytes(w[k]->type, w[k]->ne[0]);
+	}
+	return j->r->n_active;
+}
+
+static void run_wave(struct moe_job *j)
+{
+	const struct gguf_tensor *in = j->p->gate_up ? j->p->gate_up : j->p->gate;
+
+	run_experts(j, in, 0, j->gathered, j->act_stride, j->gate_up, 2 * j->n_ff);
+	if (!j->p->gate_up)
+		run_experts(j, j->p->up, 1, j->up_gathered, j->up_stride, j->gate_up + j->n_ff,
+			    2 * j->n_ff);
+	run(j->c, j->n_wave, hidden_piece, j);
+	run_experts(j, j->p->down, 2, j->hidden, j->hidden_stride, j->result, j->n_embd);
+}
+
+static int run_waves(struct moe_job *j)
+{
+	struct residency *residency = j->c->residency;
+	ssize_t n;
+
+	if (!residency) {
+		j->n_wave = whole_wave(j);
+		run_wave(j);
+		return 0;
+	}
+	while ((n = residency_layer_next(residency, j->wave, j->p->n_expert)) > 0) {
+		j->n_wave = (size_t)n;
+		run_wave(j);
+	}
+	return (int)n;
+}
+
+static int cpu_moe(struct backend *b, const struct backend_moe *p, const float *x, size_t n_tok,
+		   float *out)
 {
 	struct backend_cpu *c = cpu_of(b);
 	const struct gguf_tensor *in = p->gate_up ? p->gate_up : p->gate;
 	struct moe_job j = { .c = c,
 			     .p = p,
-			     .router = router_logits,
-			     .n_tok = n_tok,
+			     .r = &c->route,
 			     .n_embd = p->down->ne[1],
 			     .n_ff = p->down->ne[0],
 			     .out = out,
 			     .hidden_stride = act_bytes(p->down->type, p->down->ne[0]) };
+	int r;
 
-	if (moe_convert(&j, in, p->gate_up ? NULL : p->up, x) < 0 || moe_alloc(&j) < 0) {
-		drop_kept(c);
-		return -ENOMEM;
+	assert(c->route.p == p && c->route.n_tok == n_tok);
+	r = moe_convert(&j, in, p->gate_up ? NULL : p->up, x);
+	if (r == 0)
+		r = moe_alloc(&j);
+	if (r == 0) {
+		run(c, n_tok, gather_piece, &j);
+		r = run_waves(&j);
 	}
-	run(c, n_tok, route_piece, &j);
-	sort_slots(&j);
-	gather(&j, j.act, j.act_stride);
-	run_experts(&j, in, j.gathered, j.act_stride, j.gate_up, 2 * j.n_ff);
-	if (!p->gate_up) {
-		if (j.up_act != j.act)
-			gather(&j, j.up_act, j.up_stride);
-		run_experts(&j, p->up, j.gathered, j.up_stride, j.gate_up + j.n_ff, 2 * j.n_ff);
-	}
-	run(c, n_tok * p->n_used, hidden_piece, &j);
-	run_experts(&j, p->down, j.hidden, j.hidden_stride, j.result, j.n_embd);
-	run(c, n_tok, sum_piece, &j);
-	drop_kept(c);
-	return 0;
+	if (r == 0)
+		run(c, n_tok, sum_piece, &j);
+	drop_route(c);
+	return r;
+}
+
+static void cpu_set_residency(struct backend *b, struct residency *r)
+{
+	cpu_of(b)->residency = r;
 }
 
 /* Life. */
@@ -1056,7 +1209,11 @@ static const struct backend_ops cpu_ops = {
 	.rope = cpu_rope,
 	.attention = cpu_attention,
 	.delta = cpu_delta,
+	.moe_route = cpu_moe_route,
 	.moe = cpu_moe,
+	.moe_wants_guess = cpu_moe_wants_guess,
+	.moe_guess = cpu_moe_guess,
+	.set_residency = cpu_set_residency,
 };
 
 int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, struct backend **ret)

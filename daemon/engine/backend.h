@@ -14,6 +14,7 @@
 #include "daemon/model/gguf.h"
 
 struct backend;
+struct residency;
 
 /* One sequence's rows in a batch: [row, row + n_tok), positions from pos. */
 struct backend_span {
@@ -26,6 +27,7 @@ struct backend_moe {
 	const struct gguf_tensor *gate, *up,
 		*down; /* [n_embd, n_ff, n_expert] x2, [n_ff, n_embd, n_expert] */
 	const struct gguf_tensor *gate_up; /* fused form instead of gate and up: first n_ff rows gate; else NULL */
+	uint32_t layer;                    /* of the model: whose blocks these are */
 	size_t n_expert, n_used;
 };
 
@@ -84,10 +86,20 @@ struct backend_ops {
 	int (*delta)(struct backend *b, const struct backend_delta *p,
 		     const struct backend_span *spans, size_t n_spans, const float *qkv,
 		     const float *alpha, const float *beta, float *out);
-	/* Router softmax over all experts, top n_used, renormalised; then each chosen expert once for all its tokens;
-	 * out[t] += weighted sum. router_logits: [t][n_expert]. */
-	int (*moe)(struct backend *b, const struct backend_moe *p, const float *x,
-		   const float *router_logits, size_t n_tok, float *out);
+	/* Router softmax over all experts, top n_used, renormalised; what is missing of the chosen experts begins to be read.
+	 * router_logits: [t][n_expert]. Must be followed by moe() of the same layer and batch; other operations may be in between. */
+	int (*moe_route)(struct backend *b, const struct backend_moe *p, const float *router_logits,
+			 size_t n_tok);
+	/* Each expert that moe_route() chose once for all its tokens, those in memory first; out[t] += weighted sum, always in the order of
+	 * the choice. -EIO, -ENODATA: a block cannot be read. */
+	int (*moe)(struct backend *b, const struct backend_moe *p, const float *x, size_t n_tok,
+		   float *out);
+	/* Is a guess of the next layer's choice worth its computation now? Then its router's logits, of n_tok rows. */
+	bool (*moe_wants_guess)(struct backend *b);
+	int (*moe_guess)(struct backend *b, const struct backend_moe *p, const float *router_logits,
+			 size_t n_tok);
+	/* Where experts are; NULL: all in the mapping. Kept by the caller until another is set. */
+	void (*set_residency)(struct backend *b, struct residency *r);
 };
 
 struct backend {
@@ -101,3 +113,4 @@ size_t backend_delta_temp_floats(size_t n_channels, size_t n_head_v);
 /* n_threads >= 1 counts the calling thread. scratch_bytes bounds the bump arena (virtual; touched as used). */
 int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, struct backend **ret);
 const char *backend_cpu_isa(const struct backend *b); /* "avx2", "ref" */
+uint64_t backend_cpu_major_faults(const struct backend *b); /* of the calling thread and the compute threads, ever */

@@ -22,13 +22,14 @@ struct engine_session {
 	struct state *state;  /* NULL: forgotten or never evaluated */
 	size_t n_valid;       /* how many of tokens the state has evaluated in this order */
 	uint64_t last_used;   /* engine->clock */
+	uint16_t *heat; /* of the model's blocks, as this conversation used them; NULL: none yet */
 };
 
 struct engine {
 	struct mailbox inbox, *out;
 	pthread_t thread;
-	struct mail wake, shrink, quit_mail;
-	atomic_bool wake_posted, shrink_posted, no_loads;
+	struct mail wake, shrink, release, quit_mail;
+	atomic_bool wake_posted, shrink_posted, release_posted, no_loads, record;
 	bool quit_posted, joined; /* loop thread */
 	bool quit;
 	struct engine_load *load; /* waits for the last request */
@@ -37,6 +38,11 @@ struct engine {
 	uint64_t clock;                  /* counts uses */
 	struct model *model;             /* NULL: none loaded */
 	struct backend *backend;
+	struct residency *residency;
+	struct residency_shared shared;
+	bool model_broken;
+	uint64_t n_traced;      /* tokens whose routing was recorded */
+	uint64_t heat_saved_us; /* when */
 	struct kv_arena *arena;
 	float *logits; /* n_vocab */
 	uint64_t kv_bytes_max;
@@ -56,4 +62,5 @@ void engine_session_drop(struct engine *e, struct engine_session *s);
 int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new_tok,
 		  uint64_t user_bytes_max);
 bool engine_make_room(struct engine *e, const struct engine_session *keep); /* false: nobody left to forget */
+uint64_t engine_kv_bytes(const struct engine *e);
 void engine_stats_fill(const struct engine *e, struct engine_stats *ret);

@@ -56,6 +56,7 @@ void engine_session_drop(struct engine *e, struct engine_session *s)
 	}
 	s->state = state_free(s->state, e->arena);
 	tokens_done(&s->tokens);
+	free(s->heat);
 	free(s);
 }
 
@@ -76,7 +77,25 @@ int engine_session_begin(struct engine *e, struct engine_session *s)
 	return state_new(&s->state);
 }
 
-static uint64_t bytes_used(const struct engine *e)
+void engine_inspect_free(struct engine_inspect *i)
+{
+	if (!i)
+		return;
+	free(i->layers);
+	free(i->heat);
+	free(i->place);
+	free(i);
+}
+
+void engine_trace_free(struct engine_trace *t)
+{
+	if (!t)
+		return;
+	buf_done(&t->line);
+	free(t);
+}
+
+uint64_t engine_kv_bytes(const struct engine *e)
 {
 	uint64_t sum;
 
@@ -136,7 +155,8 @@ int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new
 	while (user_bytes_max != UINT64_MAX && bytes_of_user(e, s->user) + need > user_bytes_max)
 		if (!make_room(e, s, &s->user))
 			return -EDQUOT;
-	while (bytes_used(e) + need > e->kv_bytes_max)
+	while (engine_kv_bytes(e) + need > e->kv_bytes_max ||
+	       residency_charge(e->residency, engine_kv_bytes(e) + need) < 0)
 		if (!engine_make_room(e, s))
 			return -ENOSPC;
 	return 0;
@@ -144,13 +164,21 @@ int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new
 
 void engine_stats_fill(const struct engine *e, struct engine_stats *ret)
 {
+	struct residency_stats r = {};
+
+	if (e->residency)
+		residency_get_stats(e->residency, &r);
 	*ret = (struct engine_stats){
-		.kv_bytes_used = bytes_used(e),
+		.kv_bytes_used = engine_kv_bytes(e),
 		.kv_bytes_max = e->kv_bytes_max,
 		.n_evicted = e->n_evicted,
 		.context = e->context,
 		.threads = e->threads,
 		.backend = e->backend ? backend_cpu_isa(e->backend) : "none",
+		.model_broken = e->model_broken,
+		.heat_error = r.heat_error,
+		.budget_note = r.budget_note,
+		.tier = r.tier,
 	};
 }
 
@@ -167,9 +195,9 @@ static uint64_t mem_available(void)
 }
 
 /* Memory for sessions: what was asked for, or by default four full contexts and eight recurrent states, within a quarter of what is
- * available now. Less than one full session is refused with the number. */
+ * available now. Less than one full session, *ret_least, is refused with the number. */
 static int size_memory(const struct model *m, const struct engine_config *c, bool f16,
-		       uint32_t context, uint64_t *ret, char **ret_error)
+		       uint32_t context, uint64_t *ret, uint64_t *ret_least, char **ret_error)
 {
 	uint64_t tok =
 		(uint64_t)m->kv.n_layer * m->kv.n_head * (m->kv.k_dim + m->kv.v_dim) * (f16 ? 2 : 4);
@@ -188,17 +216,19 @@ static int size_memory(const struct model *m, const struct engine_config *c, boo
 			    " is too little for one session of %u tokens: at least %" PRIu64,
 			    bytes, context, least);
 	*ret = bytes;
+	*ret_least = least;
 	return 0;
 }
 
 /* Everything that a loaded model needs, made before the old one is given up. */
 struct loaded {
 	struct model *model;
+	struct residency *residency;
 	struct backend *backend;
 	struct kv_arena *arena;
 	float *logits;
 	uint64_t kv_bytes_max;
-	uint32_t context;
+	uint32_t context, batch_tok;
 };
 
 static void loaded_done(struct loaded *l)
@@ -206,16 +236,46 @@ static void loaded_done(struct loaded *l)
 	l->arena = kv_arena_free(l->arena);
 	if (l->backend)
 		l->backend = l->backend->ops->free(l->backend);
+	l->residency = residency_free(l->residency);
 	l->model = model_unref(l->model);
 	free(l->logits);
 	l->logits = NULL;
 }
 
-static int load_all(const struct engine_load *load, struct loaded *l, char **ret_error)
+/* The floor of the budget, and with it the tier, come before memory is taken for anything. */
+static int load_residency(struct engine *e, const struct engine_load *load, uint64_t kv_least,
+			  struct loaded *l, char **ret_reason, char **ret_error)
 {
 	const struct engine_config *c = &load->config;
+	size_t logits, scratch;
+	int r;
+
+	l->batch_tok = c->batch_tok > 0 ? c->batch_tok : ENGINE_BATCH_TOK_MANAGED;
+	scratch = graph_scratch_bytes(l->model, l->batch_tok);
+	if (!mul_ok(l->model->n_vocab, sizeof(float), &logits) || !(l->logits = malloc(logits)))
+		return fail(ret_error, -ENOMEM, "%s: no memory for the logits", load->path);
+	r = residency_new(l->model, &c->residency, (uint64_t)scratch + logits, kv_least, &e->shared,
+			  &e->no_loads, &l->residency, ret_reason, ret_error);
+	if (r < 0)
+		return r;
+	if (c->batch_tok == 0 && !residency_managed(l->residency))
+		l->batch_tok = ENGINE_BATCH_TOK;
+	if (residency_managed(l->residency))
+		l->kv_bytes_max = CLAMP(residency_kv_room(l->residency), kv_least, l->kv_bytes_max);
+	r = backend_cpu_new(c->threads, scratch, &l->backend);
+	if (r < 0)
+		return fail(ret_error, r, "cannot start %u compute threads: %s", c->threads,
+			    strerror(-r));
+	l->backend->ops->set_residency(l->backend, l->residency);
+	return 0;
+}
+
+static int load_all(struct engine *e, const struct engine_load *load, struct loaded *l,
+		    char **ret_reason, char **ret_error)
+{
+	const struct engine_config *c = &load->config;
+	uint64_t kv_least = 0;
 	bool f16;
-	size_t bytes;
 	int r;
 
 	r = model_load(load->path, &l->model, ret_error);
@@ -223,41 +283,68 @@ static int load_all(const struct engine_load *load, struct loaded *l, char **ret
 		return r;
 	l->context = c->context > 0 ? c->context : MIN(l->model->n_ctx_train, 32768u);
 	f16 = c->kv_f16 >= 0 ? c->kv_f16 > 0 : !l->model->weights_f32;
-	r = size_memory(l->model, c, f16, l->context, &l->kv_bytes_max, ret_error);
+	r = size_memory(l->model, c, f16, l->context, &l->kv_bytes_max, &kv_least, ret_error);
+	if (r == 0)
+		r = load_residency(e, load, kv_least, l, ret_reason, ret_error);
 	if (r < 0)
 		return r;
 	r = kv_arena_new(&l->model->kv, f16, l->kv_bytes_max, &l->arena);
 	if (r < 0)
 		return fail(ret_error, r, "%s: no memory for %" PRIu64 " bytes of keys and values",
 			    load->path, l->kv_bytes_max);
-	r = backend_cpu_new(c->threads, graph_scratch_bytes(l->model, c->batch_tok), &l->backend);
-	if (r < 0)
-		return fail(ret_error, r, "cannot start %u compute threads: %s", c->threads,
-			    strerror(-r));
-	if (!mul_ok(l->model->n_vocab, sizeof(float), &bytes) || !(l->logits = malloc(bytes)))
-		return fail(ret_error, -ENOMEM, "%s: no memory for the logits", load->path);
 	return 0;
 }
 
-/* What was loaded gives way; token ids of its vocabulary mean nothing to the next. */
+static struct loaded what_is_loaded(const struct engine *e)
+{
+	return (struct loaded){ .model = e->model,
+				.residency = e->residency,
+				.backend = e->backend,
+				.arena = e->arena,
+				.logits = e->logits };
+}
+
+/* What was loaded gives way; token ids of its vocabulary mean nothing to the next, nor does the heat of its blocks. */
 static void install(struct engine *e, struct loaded *l, const struct engine_config *c)
 {
-	struct loaded old = { e->model, e->backend, e->arena, e->logits, 0, 0 };
+	struct loaded old = what_is_loaded(e);
 
 	for (struct engine_session *s = e->sessions; s; s = s->next) {
 		session_forget(e, s);
 		s->tokens.n = 0;
 		s->open_turn = false;
+		free(s->heat);
+		s->heat = NULL;
 	}
 	loaded_done(&old);
 	e->model = l->model;
+	e->residency = l->residency;
 	e->backend = l->backend;
 	e->arena = l->arena;
 	e->logits = l->logits;
 	e->kv_bytes_max = l->kv_bytes_max;
 	e->context = l->context;
 	e->threads = c->threads;
-	e->batch_tok = c->batch_tok;
+	e->batch_tok = l->batch_tok;
+	e->model_broken = false;
+	e->heat_saved_us = now_us();
+	if (!l->residency)
+		atomic_store(&e->shared.managed, false);
+}
+
+/* Two models' experts at a time are more than anybody planned for: those of the old one go first, its heat brings them back. */
+static int load_beside_old(struct engine *e, struct engine_load *load, struct loaded *l)
+{
+	int r;
+
+	if (e->residency)
+		residency_release(e->residency);
+	r = load_all(e, load, l, &load->tier_reason, &load->error);
+	if (r < 0 && e->residency) {
+		residency_publish(e->residency);
+		residency_warm(e->residency, NULL);
+	}
+	return r;
 }
 
 static void load_model(struct engine *e, struct engine_load *load)
@@ -267,7 +354,7 @@ static void load_model(struct engine *e, struct engine_load *load)
 	if (e->quit || atomic_load(&e->no_loads))
 		load->err = -ECANCELED;
 	else if (load->path)
-		load->err = load_all(load, &l, &load->error);
+		load->err = load_beside_old(e, load, &l);
 	if (load->err < 0) {
 		loaded_done(&l);
 	} else {
@@ -280,6 +367,35 @@ static void load_model(struct engine *e, struct engine_load *load)
 	mailbox_post(e->out, &load->mail);
 }
 
+static void inspect(struct engine *e, struct engine_inspect *i)
+{
+	struct residency *r = e->residency;
+	size_t n_experts = 0;
+
+	if (!r)
+		return;
+	residency_get_stats(r, &i->stats);
+	i->compute_major_faults = backend_cpu_major_faults(e->backend);
+	i->layers = calloc(residency_n_layers(r) + 1, sizeof(*i->layers));
+	if (!i->layers)
+		return;
+	i->n_layers = residency_n_layers(r);
+	for (uint32_t k = 0; k < i->n_layers; k++) {
+		residency_get_layer(r, k, &i->layers[k]);
+		n_experts += i->layers[k].n_experts;
+	}
+	i->loaded = true;
+	if (!i->want_blocks)
+		return;
+	i->heat = calloc(n_experts + 1, sizeof(*i->heat));
+	i->place = calloc(n_experts + 1, 1);
+	n_experts = 0;
+	for (uint32_t k = 0; k < i->n_layers && i->heat && i->place; k++) {
+		residency_get_blocks(r, k, i->heat + n_experts, i->place + n_experts);
+		n_experts += i->layers[k].n_experts;
+	}
+}
+
 static int clone_session(struct engine *e, const struct engine_session *from,
 			 struct engine_session *to, uint64_t user_bytes_max)
 {
@@ -287,6 +403,8 @@ static int clone_session(struct engine *e, const struct engine_session *from,
 
 	if (r < 0)
 		return r;
+	if (from->heat && (to->heat = malloc(e->model->catalog->n_blocks * sizeof(*to->heat))))
+		memcpy(to->heat, from->heat, e->model->catalog->n_blocks * sizeof(*to->heat));
 	to->open_turn = from->open_turn;
 	to->n_valid = 0;
 	session_link(e, to);
@@ -298,9 +416,10 @@ static int clone_session(struct engine *e, const struct engine_session *from,
 	while (user_bytes_max != UINT64_MAX && bytes_of_user(e, to->user) > user_bytes_max &&
 	       make_room(e, to, &to->user))
 		;
-	while (bytes_used(e) > e->kv_bytes_max && engine_make_room(e, to))
+	while (engine_kv_bytes(e) > e->kv_bytes_max && engine_make_room(e, to))
 		;
-	if (bytes_used(e) > e->kv_bytes_max || bytes_of_user(e, to->user) > user_bytes_max)
+	if (engine_kv_bytes(e) > e->kv_bytes_max || bytes_of_user(e, to->user) > user_bytes_max ||
+	    residency_charge(e->residency, engine_kv_bytes(e)) < 0)
 		session_forget(e, to);
 	return 0;
 }
@@ -327,6 +446,26 @@ static void take_mail(struct engine *e, struct mail *m)
 			;
 		(void)malloc_trim(0);
 		break;
+	case ENGINE_RELEASE:
+		atomic_store(&e->release_posted, false);
+		if (e->residency && e->sched.n == 0) {
+			residency_release(e->residency);
+			(void)residency_save_heat(e->residency);
+		}
+		break;
+	case ENGINE_INSPECT:
+		inspect(e, (struct engine_inspect *)m);
+		m->kind = EVENT_INSPECTED;
+		mailbox_post(e->out, m);
+		break;
+	case ENGINE_FEED: {
+		struct engine_feed *f = (struct engine_feed *)m;
+
+		if (e->residency && f->model == e->model)
+			residency_set_feed(e->residency, f->feed);
+		free(f);
+		break;
+	}
 	case ENGINE_QUIT: e->quit = true; break;
 	}
 }
@@ -404,9 +543,10 @@ static void *engine_main(void *arg)
 	(void)pthread_setname_np(pthread_self(), "residentd-engine");
 	for (;;) {
 		bool idle = e->sched.n == 0 && !e->load && !e->quit;
+		bool reading = idle && e->residency && residency_pump(e->residency, true);
 		struct mail *next;
 
-		for (struct mail *m = mailbox_take_all(&e->inbox, idle); m; m = next) {
+		for (struct mail *m = mailbox_take_all(&e->inbox, idle && !reading); m; m = next) {
 			next = m->next;
 			take_mail(e, m);
 		}
@@ -416,6 +556,10 @@ static void *engine_main(void *arg)
 		} else if (e->load) {
 			load_model(e, TAKE_PTR(e->load));
 		} else if (e->quit) {
+			/* Here, because reads may be in flight that only this thread can take back. */
+			if (e->backend)
+				e->backend->ops->set_residency(e->backend, NULL);
+			e->residency = residency_free(e->residency);
 			return NULL;
 		}
 	}
@@ -431,6 +575,7 @@ int engine_new(struct mailbox *to_loop, struct engine **ret)
 	e->out = to_loop;
 	e->wake.kind = ENGINE_WAKE;
 	e->shrink.kind = ENGINE_SHRINK;
+	e->release.kind = ENGINE_RELEASE;
 	e->quit_mail.kind = ENGINE_QUIT;
 	r = mailbox_init(&e->inbox, false);
 	if (r < 0) {
@@ -464,6 +609,22 @@ void engine_shrink(struct engine *e)
 		mailbox_post(&e->inbox, &e->shrink);
 }
 
+void engine_release(struct engine *e)
+{
+	if (!atomic_exchange(&e->release_posted, true))
+		mailbox_post(&e->inbox, &e->release);
+}
+
+struct residency_shared *engine_shared(struct engine *e)
+{
+	return &e->shared;
+}
+
+void engine_record(struct engine *e, bool record)
+{
+	atomic_store(&e->record, record);
+}
+
 void engine_refuse_loads(struct engine *e)
 {
 	atomic_store(&e->no_loads, true);
@@ -488,6 +649,7 @@ void engine_join(struct engine *e)
 
 struct engine *engine_free(struct engine *e)
 {
+	struct loaded loaded;
 	struct mail *next;
 
 	if (!e)
@@ -498,10 +660,15 @@ struct engine *engine_free(struct engine *e)
 		next = m->next;
 		if (m->kind == ENGINE_FREE)
 			engine_session_drop(e, (struct engine_session *)m);
+		else if (m->kind == ENGINE_FEED)
+			free(m);
+		else if (m->kind == ENGINE_INSPECT)
+			engine_inspect_free((struct engine_inspect *)m);
 	}
 	while (e->sessions)
 		engine_session_drop(e, e->sessions);
-	loaded_done(&(struct loaded){ e->model, e->backend, e->arena, e->logits, 0, 0 });
+	loaded = what_is_loaded(e);
+	loaded_done(&loaded);
 	mailbox_done(&e->inbox);
 	free(e);
 	return NULL;

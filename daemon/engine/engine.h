@@ -13,6 +13,7 @@
 #include "daemon/errors.h"
 #include "daemon/model/model.h"
 #include "daemon/model/sample.h"
+#include "daemon/residency/residency.h"
 #include "daemon/sched.h"
 #include "daemon/worker.h"
 
@@ -27,6 +28,9 @@ enum engine_mail {
 	ENGINE_CLONE,   /* struct engine_clone */
 	ENGINE_WAKE,    /* static: look at the flags */
 	ENGINE_SHRINK,  /* static: idle sessions forget their states */
+	ENGINE_RELEASE, /* static: idle for long: experts leave the memory */
+	ENGINE_INSPECT, /* struct engine_inspect */
+	ENGINE_FEED,    /* struct engine_feed */
 	ENGINE_QUIT,    /* static: end what runs, return everything, stop */
 };
 
@@ -35,13 +39,20 @@ enum engine_event_kind {
 	EVENT_CLONED,       /* struct engine_clone */
 	EVENT_PROGRESS,     /* struct engine_event */
 	EVENT_DONE,         /* struct engine_request */
+	EVENT_INSPECTED,    /* struct engine_inspect */
+	EVENT_TRACE,        /* struct engine_trace */
 };
 
 struct engine_config {
 	uint32_t threads, context, batch_tok;
 	uint64_t kv_bytes_max; /* 0: auto */
 	int kv_f16;            /* -1: as the weights ask */
+	struct residency_config residency;
 };
+
+/* batch_tok 0: so many, or the second where experts have to be read: each is read once a batch. */
+#define ENGINE_BATCH_TOK         128
+#define ENGINE_BATCH_TOK_MANAGED 512
 
 /* What the loop may publish; a copy travels with every EVENT_DONE, EVENT_LOADED and EVENT_CLONED. */
 struct engine_stats {
@@ -49,7 +60,40 @@ struct engine_stats {
 	uint64_t n_evicted; /* sessions that were made to forget their state, since the start */
 	uint32_t context, threads;
 	const char *backend; /* static */
+	bool model_broken; /* the file was changed or cannot be read any more: requests fail until it is loaded anew */
+	int heat_error; /* -errno: the heat could not be saved */
+	const char *budget_note; /* static; why the engine itself lowered the budget last; NULL: it has not */
+	enum residency_tier tier;
 };
+
+/* Where the blocks are: asked by the loop, filled by the engine between two steps. */
+struct engine_inspect {
+	struct mail mail;
+	bool want_blocks;
+	/* result */
+	bool loaded;
+	struct residency_stats stats;
+	uint64_t compute_major_faults;
+	uint32_t n_layers;
+	struct residency_layer_info *layers; /* malloc'd */
+	uint16_t *heat; /* of all layers' experts one after the other, when asked for; malloc'd */
+	char *place;
+};
+void engine_inspect_free(struct engine_inspect *i);
+
+/* The feed of the loaded model; NULL: the old one is about to be freed. Comes back as EVENT_INSPECTED does not: it is freed by the engine. */
+struct engine_feed {
+	struct mail mail;
+	const struct feed *feed;
+	const struct model *model; /* whose */
+};
+
+/* Routing of one decoded token, a line of a trace file. */
+struct engine_trace {
+	struct mail mail;
+	struct buf line;
+};
+void engine_trace_free(struct engine_trace *t);
 
 struct engine_load {
 	struct mail mail;
@@ -58,6 +102,7 @@ struct engine_load {
 	/* result */
 	struct model *model; /* a reference for the loop; NULL: failed, the engine keeps what it had */
 	char *error;
+	char *tier_reason; /* why the experts lie where they do */
 	int err;
 	struct engine_stats stats;
 };
@@ -123,7 +168,11 @@ void engine_event_free(struct engine_event *e);
 int engine_new(struct mailbox *to_loop, struct engine **ret);
 void engine_post(struct engine *e, struct mail *m);
 void engine_wake(struct engine *e);
-void engine_shrink(struct engine *e); /* memory is short */
+void engine_shrink(struct engine *e);  /* memory is short */
+void engine_release(struct engine *e); /* idle for long */
+/* What may be set and seen without mail. Lives as long as the engine. */
+struct residency_shared *engine_shared(struct engine *e);
+void engine_record(struct engine *e, bool record); /* EVENT_TRACE for each decoded token */
 /* A model that has not begun to load comes back with -ECANCELED from here on. */
 void engine_refuse_loads(struct engine *e);
 /* Asks the thread to end: running and waiting requests come back with ERROR_STOPPING. engine_join() waits for it (its last mail may be

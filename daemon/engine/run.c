@@ -9,6 +9,11 @@
  */
 #include "daemon/engine/engine-private.h"
 
+#include "daemon/residency/trace.h"
+
+/* The heat is written at the end of a request when this has passed: a crash loses no more. */
+#define HEAT_SAVE_US 300000000
+
 struct run {
 	struct engine_request *req;
 	struct engine_session *ses;
@@ -97,6 +102,25 @@ static void take_up_state(struct engine *e, struct run *run)
 	run->n_cached = s->state->n_tok;
 }
 
+/* What the conversation used before comes back while its prompt is read. */
+static void take_up_heat(struct engine *e, struct engine_session *s)
+{
+	size_t n = e->model->catalog->n_blocks;
+
+	if (!residency_managed(e->residency))
+		return;
+	residency_warm(e->residency, s->heat);
+	if (!s->heat)
+		s->heat = calloc(n, sizeof(*s->heat)); /* without memory: without */
+}
+
+/* Older turns count less. */
+static void leave_heat(const struct engine *e, struct engine_session *s)
+{
+	for (size_t i = 0; s->heat && i < e->model->catalog->n_blocks; i++)
+		s->heat[i] /= 2;
+}
+
 static int make_helpers(struct engine *e, struct run *run)
 {
 	struct engine_request *req = run->req;
@@ -123,6 +147,15 @@ static int make_helpers(struct engine *e, struct run *run)
 	return 0;
 }
 
+/* What was computed with pages that are not the file's any more is worthless, now and later. */
+static bool is_broken(struct engine *e)
+{
+	if (!e->model_broken &&
+	    (gguf_broken(e->model->gguf) || gguf_check_unchanged(e->model->gguf) < 0))
+		e->model_broken = true;
+	return e->model_broken;
+}
+
 static int run_begin(struct engine *e, struct engine_request *req)
 {
 	struct run *run;
@@ -137,6 +170,10 @@ static int run_begin(struct engine *e, struct engine_request *req)
 	req->usage.queue_us = run->start_us - req->accepted_us;
 	if (!e->model || e->model != req->model)
 		return refuse(req, e->model ? ERROR_LOADING : ERROR_NO_MODEL, -ENXIO);
+	if (is_broken(e)) {
+		req->error_text = strdup("the model's file was changed or became unreadable");
+		return refuse(req, ERROR_MODEL_BROKEN, -ESTALE);
+	}
 	run->ses = req->session;
 	if (!run->ses) {
 		run->ses = engine_session_new(req->sched.user);
@@ -152,7 +189,42 @@ static int run_begin(struct engine *e, struct engine_request *req)
 	if (r < 0)
 		return r;
 	take_up_state(e, run);
+	take_up_heat(e, run->ses);
 	return make_helpers(e, run);
+}
+
+static void post_trace(struct engine *e)
+{
+	const uint32_t *counts, *experts;
+	struct engine_trace *t;
+	uint32_t n_layers;
+
+	if (!residency_recorded(e->residency, &n_layers, &counts, &experts))
+		return;
+	t = calloc(1, sizeof(*t));
+	if (t && trace_write_step(&t->line, e->n_traced, n_layers, counts, experts) < 0) {
+		engine_trace_free(t);
+		return;
+	}
+	if (!t)
+		return;
+	e->n_traced++;
+	t->mail.kind = EVENT_TRACE;
+	mailbox_post(e->out, &t->mail);
+}
+
+static int forward(struct engine *e, struct run *run, const struct graph_seq *seq)
+{
+	bool record = seq->n_tok == 1 && atomic_load(&e->record);
+	int r;
+
+	residency_record(e->residency, record);
+	residency_step_begin(e->residency, seq->n_tok, run->ses->heat);
+	r = graph_forward(e->model, e->backend, e->arena, seq, 1, &run->req->gone, e->logits);
+	residency_step_end(e->residency);
+	if (r == 0 && record)
+		post_trace(e);
+	return r;
 }
 
 /* One batch of the run's sequence; ret_n of its tokens from the state's position. */
@@ -170,9 +242,10 @@ static int evaluate(struct engine *e, struct run *run, size_t n, bool want_logit
 	do {
 		r = engine_charge(e, run->ses, n, run->req->kv_bytes_max);
 		if (r == 0)
-			r = graph_forward(e->model, e->backend, e->arena, &seq, 1, &run->req->gone,
-					  e->logits);
+			r = forward(e, run, &seq);
 	} while (r == -ENOSPC && engine_make_room(e, run->ses));
+	if (r != -ECANCELED && is_broken(e))
+		r = -ESTALE;
 	switch (r) {
 	case 0:
 	case -ECANCELED: return r;
@@ -182,6 +255,13 @@ static int evaluate(struct engine *e, struct run *run, size_t n, bool want_logit
 		return refuse(run->req, ERROR_NO_MEMORY, r);
 	case -ENOSPC:
 	case -ENOMEM: return refuse(run->req, ERROR_NO_MEMORY, r);
+	case -ESTALE:
+	case -ENODATA:
+		run->req->error_text = strdup("the model's file was changed or became unreadable");
+		return refuse(run->req, ERROR_MODEL_BROKEN, r);
+	case -EIO:
+		run->req->error_text = strdup("a part of the model cannot be read from the disk");
+		return refuse(run->req, ERROR_MODEL_BROKEN, r);
 	default: return refuse(run->req, ERROR_INTERNAL, r);
 	}
 }
@@ -339,6 +419,11 @@ static void leave_session(struct engine *e, struct run *run)
 	if (answered && !run->own_session && commit_tokens(e, run) < 0)
 		(void)refuse(req, ERROR_NO_MEMORY, -ENOMEM);
 	update_valid(run);
+	leave_heat(e, run->ses);
+	if (now_us() - e->heat_saved_us > HEAT_SAVE_US) {
+		e->heat_saved_us = now_us();
+		(void)residency_save_heat(e->residency);
+	}
 }
 
 static void run_end(struct engine *e, struct engine_request *req)

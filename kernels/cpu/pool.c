@@ -20,6 +20,8 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdio.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 
 /*
@@ -32,6 +34,7 @@ struct worker {
 	struct pool *pool;
 	unsigned index;
 	pthread_t thread;
+	atomic_int tid; /* 0: has not run yet */
 };
 
 struct pool {
@@ -107,6 +110,7 @@ static void *worker_main(void *arg)
 	struct worker *w = arg;
 	struct pool *p = w->pool;
 
+	atomic_store(&w->tid, (int)syscall(SYS_gettid));
 	for (;;) {
 		unsigned seen = atomic_load(&p->epoch);
 
@@ -162,6 +166,8 @@ struct pool *pool_new(unsigned n_threads)
 
 	/* Signals are the loop thread's business. */
 	sigfillset(&all);
+	/* But for a page of the model that cannot be read: the handler of daemon/model/guard.c runs on the thread that touched it. */
+	sigdelset(&all, SIGBUS);
 	pthread_sigmask(SIG_SETMASK, &all, &old);
 	for (unsigned i = 0; i < n_threads - 1 && r == 0; i++) {
 		struct worker *w = &p->workers[i];
@@ -199,6 +205,34 @@ struct pool *pool_free(struct pool *p)
 unsigned pool_n_threads(const struct pool *p)
 {
 	return p->n_workers + 1;
+}
+
+static uint64_t major_faults_of(int tid)
+{
+	_cleanup_(fclosep) FILE *f = NULL;
+	unsigned long long faults;
+	char path[64];
+
+	snprintf(path, sizeof(path), "/proc/self/task/%d/stat", tid);
+	f = fopen(path, "re");
+	/* The name in brackets is ours: without spaces. */
+	return f && fscanf(f, "%*d %*s %*c %*d %*d %*d %*d %*d %*u %*u %*u %llu", &faults) == 1 ? faults
+												: 0;
+}
+
+uint64_t pool_major_faults(const struct pool *p)
+{
+	struct rusage usage;
+	uint64_t sum = 0;
+
+	if (getrusage(RUSAGE_THREAD, &usage) == 0)
+		sum = (uint64_t)usage.ru_majflt;
+	for (unsigned i = 0; i < p->n_workers; i++) {
+		int tid = atomic_load(&p->workers[i].tid);
+
+		sum += tid > 0 ? major_faults_of(tid) : 0;
+	}
+	return sum;
 }
 
 void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned thread), void *arg)

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <stddef.h>
+#include <stdint.h>
 
 struct pool;
 
@@ -18,3 +19,5 @@ struct pool *pool_free(struct pool *p); /* joins; accepts NULL; returns NULL */
 unsigned pool_n_threads(const struct pool *p);
 /* Calls fn(arg, i, thread) for every i in [0, n), thread < pool_n_threads(); returns when all are done. Nesting is a bug. */
 void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned thread), void *arg);
+/* Major page faults that the calling thread and the workers have ever taken: each one was a wait for the disk in the middle of arithmetic. */
+uint64_t pool_major_faults(const struct pool *p);

@@ -20,7 +20,13 @@ static void check_bounds(const struct config *c)
 	assert(!c->model_path || c->model_path[0] == '/');
 	assert(c->context == 0 || (c->context >= 16 && c->context <= 1 << 24));
 	assert(c->threads <= 1024);
-	assert(c->batch_tok >= 1 && c->batch_tok <= 4096);
+	assert(c->batch_tok <= 4096);
+	assert(c->host_tier == RESIDENCY_AUTO || c->host_tier == RESIDENCY_MAPPED || c->host_tier == RESIDENCY_ARENA);
+	assert(c->host_budget_bytes <= INT64_MAX && c->memory_reserve_bytes <= INT64_MAX);
+	assert(c->host_idle_us >= 1000000);
+	assert(c->evict_policy <= EVICT_S3_FIFO);
+	assert(c->prefetch >= -1 && c->prefetch <= 1);
+	assert(c->disk_queue_depth <= 256);
 	assert(c->kv_bytes_max <= INT64_MAX);
 	assert(c->kv_type == CONFIG_KV_AUTO || c->kv_type == CONFIG_KV_F16 ||
 	       c->kv_type == CONFIG_KV_F32);

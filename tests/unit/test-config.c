@@ -100,6 +100,13 @@ static void assert_defaults(const struct config *c)
 	assert_int_equal(c->batch_tok, d.batch_tok);
 	assert_int_equal(c->kv_bytes_max, d.kv_bytes_max);
 	assert_int_equal(c->kv_type, d.kv_type);
+	assert_int_equal(c->host_tier, d.host_tier);
+	assert_int_equal(c->host_budget_bytes, d.host_budget_bytes);
+	assert_int_equal(c->memory_reserve_bytes, d.memory_reserve_bytes);
+	assert_int_equal(c->host_idle_us, d.host_idle_us);
+	assert_int_equal(c->evict_policy, d.evict_policy);
+	assert_int_equal(c->prefetch, d.prefetch);
+	assert_int_equal(c->disk_queue_depth, d.disk_queue_depth);
 	assert_int_equal(c->queue_max, d.queue_max);
 	assert_int_equal(c->sessions_max, d.sessions_max);
 	assert_int_equal(c->sessions_per_user, d.sessions_per_user);
@@ -121,6 +128,13 @@ static void spoil(struct config *c)
 			      .batch_tok = 99,
 			      .kv_bytes_max = 99,
 			      .kv_type = CONFIG_KV_F32,
+			      .host_tier = RESIDENCY_ARENA,
+			      .host_budget_bytes = 99,
+			      .memory_reserve_bytes = 99,
+			      .host_idle_us = 99,
+			      .evict_policy = EVICT_LRU,
+			      .prefetch = 1,
+			      .disk_queue_depth = 99,
 			      .queue_max = 99,
 			      .sessions_max = 99,
 			      .sessions_per_user = 99,
@@ -256,6 +270,8 @@ static void every_key_is_read(void **state)
 		read_text(&c, "# a comment\n; another\n\n"
 			      "[Model]\nPath = /m/a b.gguf \nContext=8192\n"
 			      "[Engine]\nThreads=6\nBatchTokens=4096\nKvBytesMax=1.5G\nKvType=f16\n"
+			      "[Memory]\nHostTier=mapped\nHostBudget=8G\nMemoryReserve=512M\nHostIdleSec=30s\n"
+			      "EvictionPolicy=s3-fifo\nPrefetch=off\nDiskQueueDepth=4\n"
 			      "[Service]\r\nQueueMax=1\r\n\tSessionsMax\t=\t65536\t\nSessionsPerUser=3\n"
 			      "ConnectionsMax=4\nKeepSec=1d 2h\nIdleExitSec=1s\nMessageMax=64K\nMaxTokens=5\n"
 			      "MaxThinkingTokens=0\n  [Log]  \nLevel=debug"),
@@ -266,6 +282,13 @@ static void every_key_is_read(void **state)
 	assert_int_equal(c.batch_tok, 4096);
 	assert_int_equal(c.kv_bytes_max, 1610612736);
 	assert_int_equal(c.kv_type, CONFIG_KV_F16);
+	assert_int_equal(c.host_tier, RESIDENCY_MAPPED);
+	assert_int_equal(c.host_budget_bytes, UINT64_C(8) << 30);
+	assert_int_equal(c.memory_reserve_bytes, 512 << 20);
+	assert_int_equal(c.host_idle_us, 30000000);
+	assert_int_equal(c.evict_policy, EVICT_S3_FIFO);
+	assert_int_equal(c.prefetch, 0);
+	assert_int_equal(c.disk_queue_depth, 4);
 	assert_int_equal(c.queue_max, 1);
 	assert_int_equal(c.sessions_max, 65536);
 	assert_int_equal(c.sessions_per_user, 3);
@@ -314,7 +337,8 @@ static void empty_value_is_the_default(void **state)
 	spoil(&c);
 	assert_string_equal(
 		read_text(&c, "[Model]\nPath=\nContext=\n[Engine]\nThreads=\nBatchTokens=\nKvBytesMax= \n"
-			      "KvType=\n[Service]\nQueueMax=\nSessionsMax=\nSessionsPerUser=\n"
+			      "KvType=\n[Memory]\nHostTier=\nHostBudget=\nMemoryReserve=\nHostIdleSec=\nEvictionPolicy=\nPrefetch=\n"
+			      "DiskQueueDepth=\n[Service]\nQueueMax=\nSessionsMax=\nSessionsPerUser=\n"
 			      "ConnectionsMax=\nKeepSec=\nIdleExitSec=\nMessageMax=\nMaxTokens=\nMaxThinkingTokens=\n"
 			      "[Log]\nLevel=\n"),
 		"");
@@ -331,9 +355,16 @@ static void bad_values_change_nothing(void **state)
 		{ "Model", "Path", { "m.gguf", "./m", "~/m", "\"/m\"" } },
 		{ "Model", "Context", { "-1", "15", "16777217", "4294967296", "99999999999999999999", "1.5", "8K", "all", "Auto" } },
 		{ "Engine", "Threads", { "-1", "257", "4294967296", "99999999999999999999", "2.0", "0x4", "infinity" } },
-		{ "Engine", "BatchTokens", { "-1", "0", "4097", "4294967424", "99999999999999999999", "1K", "auto" } },
+		{ "Engine", "BatchTokens", { "-1", "4097", "4294967424", "99999999999999999999", "1K", "infinity" } },
 		{ "Engine", "KvBytesMax", { "-1", "-1G", "9223372036854775808", "8388608T", "16777216T", "1.5", "1Q", "infinity" } },
 		{ "Engine", "KvType", { "f64", "F16", "16", "f16 f32" } },
+		{ "Memory", "HostTier", { "vram", "unmanaged", "Arena", "1" } },
+		{ "Memory", "HostBudget", { "-1", "9223372036854775808", "16777216T", "1.5", "1Q", "infinity" } },
+		{ "Memory", "MemoryReserve", { "-1G", "10%", "99999999999999999999" } },
+		{ "Memory", "HostIdleSec", { "-1", "0", "999ms", "never" } },
+		{ "Memory", "EvictionPolicy", { "belady", "LRU", "clock" } },
+		{ "Memory", "Prefetch", { "yes", "1", "2" } },
+		{ "Memory", "DiskQueueDepth", { "-1", "257", "4294967297", "8K" } },
 		{ "Service", "QueueMax", { "-1", "0", "65537", "4294967360", "99999999999999999999", "auto" } },
 		{ "Service", "SessionsMax", { "-1", "0", "65537", "4294967360", "99999999999999999999", "auto" } },
 		{ "Service", "SessionsPerUser", { "-1", "0", "65537", "4294967360", "99999999999999999999", "infinity" } },
@@ -377,7 +408,7 @@ static void warnings_say_what_fits(void **state)
 		read_text(&c, "[Engine]\nThreads=x\nBatchTokens=x\nKvBytesMax=x\nKvType=x\n"
 			      "[Service]\nKeepSec=x\nMessageMax=x\nMaxThinkingTokens=x\n"),
 		"f:2: Threads=x: expected auto or a number from 1 to 256, ignoring\n"
-		"f:3: BatchTokens=x: expected a number from 1 to 4096, ignoring\n"
+		"f:3: BatchTokens=x: expected auto or a number from 1 to 4096, ignoring\n"
 		"f:4: KvBytesMax=x: expected auto or a size (64K, 4M, 1.5G) from 1 to 9223372036854775807 "
 		"bytes, ignoring\n"
 		"f:5: KvType=x: expected auto, f16 or f32, ignoring\n"
@@ -636,7 +667,7 @@ static void shipped_file_shows_the_defaults(void **state)
 			buf_printf(&text, "%s", line);
 		}
 	}
-	assert_int_equal(n_keys, 16);
+	assert_int_equal(n_keys, 23);
 	assert_int_equal(n_empty, 1); /* Path= */
 	spoil(&c);
 	assert_string_equal(read_text(&c, text.data), "");
