@@ -24,7 +24,10 @@ struct ctl {
 	char **arguments; /* behind the command's name; NULL-terminated, as many as it takes */
 	/* options */
 	bool json, force, make_default, special, runtime;
-	const char *name, *who, *why, *root, *bytes; /* NULL: not given */
+	const char *name, *who, *why, *root, *bytes;  /* NULL: not given */
+	const char *svg, *output, *tokens, *interval; /* residency, trace record, top */
+	const char *trace_file, *experts, *fractions, *policy, *skip; /* simulate */
+	bool once;                                                    /* top */
 };
 
 enum exit_code ctl_usage_error(struct ctl *c, const char *what);
@@ -55,3 +58,11 @@ enum exit_code ctl_policy_show(struct ctl *c);
 enum exit_code ctl_policy_set(struct ctl *c);
 enum exit_code ctl_policy_check(struct ctl *c);
 enum exit_code ctl_policy_check_config(struct ctl *c);
+
+/* ctl-residency.c, ctl-top.c: where the model's memory is. */
+enum exit_code ctl_residency(struct ctl *c);
+enum exit_code ctl_trace_record(struct ctl *c);
+enum exit_code ctl_top(struct ctl *c);
+
+/* ctl-simulate.c: without a service. */
+enum exit_code ctl_simulate(struct ctl *c);

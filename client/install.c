@@ -10,9 +10,10 @@
  */
 #include "client/install.h"
 
+#include "client/ctl-model-show.h"
 #include "client/utf8.h"
-#include "daemon/import/catalog.h"
 #include "daemon/import/describe.h"
+#include "daemon/import/library.h"
 #include "daemon/import/message.h"
 
 #include <fcntl.h>
@@ -335,7 +336,7 @@ static bool same_number(json_t *a, json_t *b, const char *key)
 }
 
 /* The service tells what it has loaded by the model's own name and size. */
-static bool is_loaded(json_t *loaded, const struct catalog_entry *e, json_t *info)
+static bool is_loaded(json_t *loaded, const struct library_entry *e, json_t *info)
 {
 	const char *title = json_string_value(json_object_get(info, "title"));
 	json_t *m;
@@ -352,9 +353,9 @@ static bool is_loaded(json_t *loaded, const struct catalog_entry *e, json_t *inf
 }
 
 /* NULL when the name, which somebody else may have given, is not UTF-8. */
-static json_t *entry_object(const struct catalog *models, const struct catalog_entry *e, json_t *loaded)
+static json_t *entry_object(const struct library *models, const struct library_entry *e, json_t *loaded)
 {
-	json_auto_t *info = catalog_info(models, e);
+	json_auto_t *info = library_info(models, e);
 	json_auto_t *own = json_pack("{s:s, s:s, s:I, s:i, s:b, s:b}", "file", e->file, "name",
 				     e->stem, "bytes", (json_int_t)e->bytes, "parts", (int)e->n_parts,
 				     "default", e->is_default, "loaded", is_loaded(loaded, e, info));
@@ -379,7 +380,7 @@ static uint64_t number(json_t *o, const char *key)
 	return n > 0 ? (uint64_t)n : 0;
 }
 
-static void print_entry(struct ctl *c, const struct catalog_entry *e, json_t *o)
+static void print_entry(struct ctl *c, const struct library_entry *e, json_t *o)
 {
 	bool loaded = json_is_true(json_object_get(o, "loaded"));
 	char bytes[32];
@@ -417,9 +418,9 @@ static enum exit_code list_of_service(struct ctl *c, bool readable)
 
 enum exit_code install_list(struct ctl *c)
 {
-	_cleanup_(catalog_closep) struct catalog *models = NULL;
+	_cleanup_(library_closep) struct library *models = NULL;
 	json_auto_t *loaded = NULL, *list = NULL;
-	int r = catalog_open(directory(), &models, NULL);
+	int r = library_open(directory(), &models, NULL);
 	enum exit_code e;
 
 	if (r < 0 || models->n == 0)
@@ -441,54 +442,33 @@ enum exit_code install_list(struct ctl *c)
 	return ctl_print_json(c, json_pack("{s:s, s:O}", "directory", directory(), "models", list));
 }
 
-static void print_details(struct ctl *c, json_t *o)
-{
-	static const char *const texts[] = { "file",         "title",        "description",
-					     "architecture", "quantization", "license",
-					     "license_name", "license_link", "source",
-					     "base_model",   "author",       "organization",
-					     "quantized_by", "sha256",       "imported" };
-	static const char *const marks[] = { "default", "loaded" };
-	char bytes[32];
-
-	for (size_t k = 0; k < ARRAY_SIZE(texts); k++)
-		if (string(o, texts[k], NULL))
-			terminal_printf(&c->out, "%13s  %s\n", texts[k], string(o, texts[k], ""));
-	terminal_printf(&c->out, "%13s  %s\n", "size", ctl_bytes_text(number(o, "bytes"), bytes));
-	if (number(o, "parts") > 1)
-		terminal_printf(&c->out, "%13s  %llu\n", "parts",
-				(unsigned long long)number(o, "parts"));
-	terminal_printf(&c->out, "%13s  %llu\n", "parameters",
-			(unsigned long long)number(o, "parameters"));
-	if (number(o, "context_trained") > 0)
-		terminal_printf(&c->out, "%13s  %llu tokens\n", "context",
-				(unsigned long long)number(o, "context_trained"));
-	for (size_t k = 0; k < ARRAY_SIZE(marks); k++)
-		terminal_printf(&c->out, "%13s  %s\n", marks[k],
-				json_is_true(json_object_get(o, marks[k])) ? "yes" : "no");
-}
-
 enum exit_code install_show(struct ctl *c)
 {
-	_cleanup_(catalog_closep) struct catalog *models = NULL;
-	_cleanup_(freep) char *error = NULL;
-	json_auto_t *loaded = NULL, *o = NULL;
-	const struct catalog_entry *entry;
-	int r = catalog_open(directory(), &models, &error);
+	_cleanup_(library_closep) struct library *models = NULL;
+	_cleanup_(freep) char *error = NULL, *path = NULL;
+	json_auto_t *loaded = NULL;
+	const struct library_entry *entry;
 	enum exit_code e;
+	json_t *o;
+	int r;
 
+	if (ctl_model_is_path(c->arguments[0]))
+		return ctl_model_show(c, c->arguments[0], NULL);
+	r = library_open(directory(), &models, &error);
 	if (r == 0)
-		r = catalog_find(models, c->arguments[0], &entry, &error);
+		r = library_find(models, c->arguments[0], &entry, &error);
 	if (r < 0)
 		return failed(c, r, error);
 	e = loaded_models(c, &loaded);
 	if (e != EXIT_OK)
 		return e;
 	o = entry_object(models, entry, loaded);
-	if (c->json || !o)
-		return ctl_print_json(c, json_incref(o));
-	print_details(c, o);
-	return EXIT_OK;
+	if (!o || asprintf(&path, "%s/%s", models->path, entry->file) < 0) {
+		path = NULL;
+		json_decref(o);
+		return ctl_print_json(c, NULL);
+	}
+	return ctl_model_show(c, path, o);
 }
 
 /* ---- remove and default ---- */
@@ -496,19 +476,19 @@ enum exit_code install_show(struct ctl *c)
 /* Only this side can ask the service; the other refuses the default by itself. */
 static enum exit_code check_not_loaded(struct ctl *c, const char *name)
 {
-	_cleanup_(catalog_closep) struct catalog *models = NULL;
+	_cleanup_(library_closep) struct library *models = NULL;
 	json_auto_t *loaded = NULL, *info = NULL;
 	_cleanup_(freep) char *error = NULL;
-	const struct catalog_entry *entry;
+	const struct library_entry *entry;
 	enum exit_code e;
 	int r;
 
-	if (catalog_open(directory(), &models, NULL) < 0 || catalog_find(models, name, &entry, NULL) < 0)
+	if (library_open(directory(), &models, NULL) < 0 || library_find(models, name, &entry, NULL) < 0)
 		return EXIT_OK; /* who removes it says why not */
 	e = loaded_models(c, &loaded);
 	if (e != EXIT_OK)
 		return e;
-	info = catalog_info(models, entry);
+	info = library_info(models, entry);
 	if (!is_loaded(loaded, entry, info))
 		return EXIT_OK;
 	r = fail(&error, -EBUSY, "%s is loaded; --force removes it anyway", name);

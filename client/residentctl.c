@@ -19,6 +19,12 @@ static const char usage_text[] =
 	"  status                    the service, its model, its work\n"
 	"  availability              can it answer? exit status 0: yes, 4: no model\n"
 	"  usage                     what you have used since the service started\n"
+	"  residency                 where the model's experts are, layer by layer; what it costs\n"
+	"      --svg FILE            draw every expert (an administrator may)\n"
+	"  top                       the same and more, every second; --interval SECONDS, --once\n"
+	"  trace record              write which experts each token uses; --output FILE, --tokens N\n"
+	"  simulate --trace FILE     replay such a file against eviction policies and Belady's bound\n"
+	"      --experts E, --fraction F[,F...], --policy P, --skip STEPS\n"
 	"  sessions                  your open sessions; an administrator sees all\n"
 	"  holds                     who keeps the model loaded, or the GPU free\n"
 	"  hold [-- COMMAND...]      keep the model loaded while COMMAND runs, or until Ctrl-C\n"
@@ -28,7 +34,7 @@ static const char usage_text[] =
 	"  model add FILE            check a GGUF file and copy it to the service's models; the first is the default\n"
 	"      --default             make it the default\n"
 	"      --name NAME           call it so\n"
-	"  model show NAME           what a model says of itself, and where it came from\n"
+	"  model show NAME|FILE      what a model says of itself, its blocks, and the memory that it needs\n"
 	"  model default NAME        the model to begin with from now on\n"
 	"  model remove NAME         delete it; --force: also the default or loaded one\n"
 	"  model load NAME           answer with another model; --default: from now on\n"
@@ -145,6 +151,10 @@ static enum exit_code do_status(struct ctl *c)
 			"%10s  %.1f tokens/s reading, %.1f tokens/s answering, in the last minute\n",
 			"speed", s->prefill_tokens_per_second, s->decode_tokens_per_second);
 	print_memory(c, s);
+	if (s->experts) {
+		terminal_printf(&c->out, "%10s  %s\n%10s  %s in all; more: residentctl residency\n",
+				"experts", s->experts, "budget", ctl_bytes_text(s->budget_bytes, text));
+	}
 	terminal_printf(&c->out, "%10s  %llu requests, %llu tokens read, %llu tokens written\n",
 			"total", (unsigned long long)s->requests_total,
 			(unsigned long long)s->prompt_tokens_total,
@@ -279,6 +289,10 @@ static const struct command {
 	{ "usage", NULL, 0, 0, true, do_usage },
 	{ "tokenize", NULL, 1, 1, true, do_tokenize },
 	{ "interface", NULL, 0, 0, true, do_interface },
+	{ "residency", NULL, 0, 0, true, ctl_residency },
+	{ "top", NULL, 0, 0, true, ctl_top },
+	{ "trace", "record", 0, 0, true, ctl_trace_record },
+	{ "simulate", NULL, 0, 0, false, ctl_simulate },
 	{ "sessions", NULL, 0, 0, false, ctl_bus_sessions },
 	{ "holds", NULL, 0, 0, false, ctl_bus_holds },
 	{ "hold", NULL, 0, ANY, false, ctl_bus_hold },
@@ -330,7 +344,17 @@ int main(int argc, char **argv)
 		OPT_WHO,
 		OPT_WHY,
 		OPT_BYTES,
-		OPT_ROOT
+		OPT_ROOT,
+		OPT_SVG,
+		OPT_OUTPUT,
+		OPT_TOKENS,
+		OPT_INTERVAL,
+		OPT_ONCE,
+		OPT_TRACE,
+		OPT_EXPERTS,
+		OPT_FRACTION,
+		OPT_POLICY,
+		OPT_SKIP
 	};
 	static const struct option options[] = {
 		{ "json", no_argument, NULL, OPT_JSON },
@@ -343,6 +367,16 @@ int main(int argc, char **argv)
 		{ "why", required_argument, NULL, OPT_WHY },
 		{ "bytes", required_argument, NULL, OPT_BYTES },
 		{ "root", required_argument, NULL, OPT_ROOT },
+		{ "svg", required_argument, NULL, OPT_SVG },
+		{ "output", required_argument, NULL, OPT_OUTPUT },
+		{ "tokens", required_argument, NULL, OPT_TOKENS },
+		{ "interval", required_argument, NULL, OPT_INTERVAL },
+		{ "once", no_argument, NULL, OPT_ONCE },
+		{ "trace", required_argument, NULL, OPT_TRACE },
+		{ "experts", required_argument, NULL, OPT_EXPERTS },
+		{ "fraction", required_argument, NULL, OPT_FRACTION },
+		{ "policy", required_argument, NULL, OPT_POLICY },
+		{ "skip", required_argument, NULL, OPT_SKIP },
 		{ "help", no_argument, NULL, 'h' },
 		{ "version", no_argument, NULL, 'V' },
 		{},
@@ -367,6 +401,16 @@ int main(int argc, char **argv)
 		case OPT_WHY: c.why = optarg; break;
 		case OPT_BYTES: c.bytes = optarg; break;
 		case OPT_ROOT: c.root = optarg; break;
+		case OPT_SVG: c.svg = optarg; break;
+		case OPT_OUTPUT: c.output = optarg; break;
+		case OPT_TOKENS: c.tokens = optarg; break;
+		case OPT_INTERVAL: c.interval = optarg; break;
+		case OPT_ONCE: c.once = true; break;
+		case OPT_TRACE: c.trace_file = optarg; break;
+		case OPT_EXPERTS: c.experts = optarg; break;
+		case OPT_FRACTION: c.fractions = optarg; break;
+		case OPT_POLICY: c.policy = optarg; break;
+		case OPT_SKIP: c.skip = optarg; break;
 		case 'h':
 			terminal_write(&c.out, usage_text, strlen(usage_text));
 			return (int)report_output(&c.err, PROGRAM, &c.out, EXIT_OK);

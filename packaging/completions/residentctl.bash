@@ -15,7 +15,8 @@ _residentctl_words()
 			command=$((i + 1))
 			return
 			;;
-		--who | --why | --bytes | --root | --name) ((i++)) ;;
+		--who | --why | --bytes | --root | --name | --svg | --output | --tokens | --interval | --trace | --experts | \
+			--fraction | --policy | --skip) ((i++)) ;;
 		-*) ;;
 		*) words+=("${COMP_WORDS[i]}") ;;
 		esac
@@ -38,7 +39,11 @@ _residentctl()
 		mapfile -t COMPREPLY < <(compgen -d -- "$cur")
 		return
 		;;
-	--who | --why | --bytes | --name) return ;;
+	--svg | --output | --trace)
+		mapfile -t COMPREPLY < <(compgen -f -- "$cur")
+		return
+		;;
+	--who | --why | --bytes | --name | --tokens | --interval | --experts | --fraction | --policy | --skip) return ;;
 	esac
 	if [[ $cur == -* ]]; then
 		list='--json --help --version'
@@ -50,17 +55,22 @@ _residentctl()
 		'model load') list+=' --default' ;;
 		'policy set') list+=' --runtime' ;;
 		'policy show' | 'policy check' | 'config check') list+=' --root' ;;
+		'residency '*) list+=' --svg' ;;
+		'top '*) list+=' --interval --once' ;;
+		'trace record') list+=' --output --tokens --force' ;;
+		'simulate '*) list+=' --trace --experts --fraction --policy --skip' ;;
 		'tokenize '*) list+=' --special' ;;
 		esac
 		mapfile -t COMPREPLY < <(compgen -W "$list" -- "$cur")
 		return
 	fi
 	case ${#words[@]}:${words[0]}:${words[1]} in
-	0:*) list='status availability usage sessions holds hold yield-gpu model policy config reload tokenize interface' ;;
+	0:*) list='status availability usage sessions holds hold yield-gpu model policy config residency top trace simulate reload tokenize interface' ;;
 	1:model:) list='list add show default remove load unload' ;;
 	1:policy:) list='show set check' ;;
 	1:config:) list='check' ;;
-	2:model:add) mapfile -t COMPREPLY < <(compgen -f -X '!*.gguf' -- "$cur"; compgen -d -- "$cur") ;;
+	1:trace:) list='record' ;;
+	2:model:add | 2:model:show) mapfile -t COMPREPLY < <(compgen -f -X '!*.gguf' -- "$cur"; compgen -d -- "$cur") ;;
 	2:policy:show | 2:policy:set) mapfile -t COMPREPLY < <(compgen -u -- "$cur") ;;
 	[3-9]:policy:set)
 		compopt -o nospace 2>/dev/null
