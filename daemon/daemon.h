@@ -120,9 +120,8 @@ struct daemon {
 	uint64_t pressure_us; /* when it was reacted to last */
 
 	struct memory *memory; /* NULL: cannot be seen */
-	int statm_fd;
 	sd_event_source *budget_timer, *host_idle_timer;
-	uint64_t memory_available, budget_looked_us, budget_told_us;
+	uint64_t memory_available, budget_looked_us, budget_told_us, budget_logged_us;
 	uint64_t budget_steps_down, budget_steps_up;
 	bool budget_low; /* it was told that the budget went down */
 

@@ -238,15 +238,13 @@ void inspect_traced(struct daemon *d, struct engine_trace *t)
 		next = c->next;
 		if (c->tracing == 0)
 			continue;
-		if (c->tracing > 0)
-			c->tracing--;
 		/* Without its newline. */
-		line = json_pack("{ss#}", "line", t->line.data, t->line.len - 1);
-		if (c->tracing == 0) {
-			c->tracing = 1;
+		line = json_pack("{ss%}", "line", t->line.data, t->line.len - 1);
+		if (!line || c->tracing == 1) {
 			stop_tracing(c);
 			conn_reply(c, line, false);
 		} else {
+			c->tracing -= c->tracing > 0;
 			conn_reply(c, line, true);
 		}
 	}

@@ -10,6 +10,7 @@
 #include "daemon/lease.h"
 
 #include "daemon/bus.h"
+#include "daemon/pressure.h"
 
 #include <sys/socket.h>
 
@@ -59,6 +60,7 @@ static int on_hang_up(sd_event_source *source, int fd, uint32_t events, void *ar
 	unlink_lease(l);
 	lease_free(l);
 	service_touch(d);
+	pressure_used(d); /* what it held may go, some time from now */
 	bus_leases_changed(d);
 	return 0;
 }

@@ -283,11 +283,7 @@ static int run(struct daemon *d)
 
 int main(int argc, char **argv)
 {
-	struct daemon d = { .listen_fd = -1,
-			    .stored_model_fd = -1,
-			    .oomd_fd = -1,
-			    .statm_fd = -1,
-			    .started_us = now_us() };
+	struct daemon d = { .listen_fd = -1, .stored_model_fd = -1, .oomd_fd = -1, .started_us = now_us() };
 	int r = parse_options(argc, argv, &d.options);
 
 	if (r != 0)

@@ -8,6 +8,7 @@
 #include "daemon/pressure.h"
 
 #include "daemon/bus.h"
+#include "daemon/inspect.h"
 #include "daemon/residency/memory.h"
 
 #include <fcntl.h>
@@ -26,6 +27,8 @@
 #define CALM_US      3000000
 /* What one notice of pressure takes off the budget, as a part of it. */
 #define STEP_PART    20
+/* What is free changes a little all the time: less than this part of the budget is no reason to move it down. */
+#define NOISE_PART   256
 /* Less than this part of the memory available is little. */
 #define SCARCE_PART  8
 /* Steps are many; the journal gets one line for those that come within this time. */
@@ -74,27 +77,9 @@ uint64_t pressure_next_budget(uint64_t now, uint64_t want, uint64_t floor, uint6
 	return MAX(MIN(next, configured), floor);
 }
 
-/* Anonymous memory of the process, which nobody can take from it, and what is locked. */
-static uint64_t own_bytes(struct daemon *d)
-{
-	unsigned long long size, resident, shared;
-	char text[128];
-	ssize_t n;
-
-	if (d->statm_fd < 0)
-		return 0;
-	n = pread(d->statm_fd, text, sizeof(text) - 1, 0);
-	if (n <= 0)
-		return 0;
-	text[n] = 0;
-	if (sscanf(text, "%llu %llu %llu", &size, &resident, &shared) != 3 || shared > resident)
-		return 0;
-	return (resident - shared) * (uint64_t)sysconf(_SC_PAGESIZE) +
-	       atomic_load(&engine_shared(d->engine)->locked_bytes);
-}
-
 static void tell_budget(struct daemon *d, uint64_t from, uint64_t to)
 {
+	uint64_t configured = atomic_load(&engine_shared(d->engine)->configured_bytes);
 	bool down = to < from;
 
 	if (down)
@@ -103,7 +88,9 @@ static void tell_budget(struct daemon *d, uint64_t from, uint64_t to)
 		d->budget_steps_up++;
 	if (!atomic_load(&engine_shared(d->engine)->managed))
 		return; /* all is in the page cache: the kernel's business so far */
-	if (down && now_us() - d->budget_told_us > LOG_US) {
+	/* What comes and goes all the time is not worth a line. */
+	if (down && to < configured - configured / GROW_PART && now_us() - d->budget_logged_us > LOG_US) {
+		d->budget_logged_us = now_us();
 		log_info("memory is short (%" PRIu64 " MB available): the model's budget goes from %" PRIu64
 			 " MB to %" PRIu64 " MB, the coldest experts first",
 			 d->memory_available / 1000000, from / 1000000, to / 1000000);
@@ -143,7 +130,7 @@ static bool look(struct daemon *d, uint64_t since_us)
 {
 	struct residency_shared *s = engine_shared(d->engine);
 	uint64_t configured = atomic_load(&s->configured_bytes), now = atomic_load(&s->target_bytes);
-	uint64_t reserve = d->config.memory_reserve_bytes, grow = configured / GROW_PART;
+	uint64_t reserve = d->config.memory_reserve_bytes, grow = configured / GROW_PART, want;
 	struct memory_state state;
 
 	if (!d->memory || memory_read(d->memory, &state) < 0)
@@ -156,11 +143,23 @@ static bool look(struct daemon *d, uint64_t since_us)
 	else if (now < d->budget_last)
 		d->budget_told_us = now_us(); /* the engine took a step of its own: not up again at once */
 	d->budget_last = now;
-	set_budget(d, pressure_next_budget(now, memory_budget(&state, own_bytes(d), reserve),
-					   atomic_load(&s->floor_bytes), configured,
+	want = memory_budget(&state, memory_anonymous(d->memory) + atomic_load(&s->locked_bytes),
+			     reserve);
+	if (want < now && now - want < now / NOISE_PART)
+		want = now;
+	set_budget(d, pressure_next_budget(now, want, atomic_load(&s->floor_bytes), configured,
 					   grow * MIN(since_us, (uint64_t)LOOK_IDLE_US) / 1000000,
 					   now_us() - d->budget_told_us > CALM_US));
 	return state.available < MAX(2 * reserve, state.total / SCARCE_PART);
+}
+
+/* Managed experts, or a model that was told to take less than all of it needs. */
+static bool is_watched(struct daemon *d)
+{
+	struct residency_shared *s = engine_shared(d->engine);
+	uint64_t target = atomic_load(&s->target_bytes);
+
+	return atomic_load(&s->managed) || (target > 0 && target < atomic_load(&s->configured_bytes));
 }
 
 static int on_look(sd_event_source *source, uint64_t usec, void *arg)
@@ -171,6 +170,12 @@ static int on_look(sd_event_source *source, uint64_t usec, void *arg)
 	(void)usec;
 	(void)look(d, now - d->budget_looked_us);
 	d->budget_looked_us = now;
+	/* When it had no request, the engine has told nobody that it manages experts now. */
+	inspect_follow_model(d, d->model);
+	if (!is_watched(d)) {
+		d->budget_timer = sd_event_source_disable_unref(d->budget_timer);
+		return 0;
+	}
 	(void)sd_event_source_set_time_relative(source, interval);
 	(void)sd_event_source_set_enabled(source, SD_EVENT_ONESHOT);
 	return 0;
@@ -201,11 +206,11 @@ void pressure_last_resort(struct daemon *d)
 
 void pressure_model_changed(struct daemon *d)
 {
-	bool managed = atomic_load(&engine_shared(d->engine)->managed);
+	bool watched = d->model && is_watched(d);
 
-	if (!managed)
+	if (!watched)
 		d->budget_timer = sd_event_source_disable_unref(d->budget_timer);
-	if (!managed || d->budget_timer || !d->memory)
+	if (!watched || d->budget_timer || !d->memory)
 		return;
 	d->budget_looked_us = now_us();
 	if (sd_event_add_time_relative(d->event, &d->budget_timer, CLOCK_MONOTONIC, LOOK_BUSY_US,
@@ -254,6 +259,7 @@ static int on_pressure(sd_event_source *source, int fd, uint32_t events, void *a
 	engine_shrink(d->engine);
 	if (look(d, 0) && atomic_load(&engine_shared(d->engine)->managed))
 		step_down(d);
+	pressure_model_changed(d);
 	return 0;
 }
 
@@ -289,7 +295,6 @@ void pressure_start(struct daemon *d)
 	if (r < 0)
 		log_warning("cannot see how much memory is free: %s; the model's budget will not move",
 			    strerror(-r));
-	d->statm_fd = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
 	fd = open_watch(&events);
 	if (fd < 0) {
 		log_debug("no notice of memory pressure: %s", strerror(-fd));
@@ -310,5 +315,4 @@ void pressure_stop(struct daemon *d)
 	d->budget_timer = sd_event_source_disable_unref(d->budget_timer);
 	d->host_idle_timer = sd_event_source_disable_unref(d->host_idle_timer);
 	d->memory = memory_close(d->memory);
-	closep(&d->statm_fd);
 }

@@ -144,6 +144,10 @@ void service_set_stats(struct daemon *d, const struct engine_stats *stats)
 {
 	bool evicted = stats->n_evicted != d->stats.n_evicted;
 
+	if (d->stats.tier == RESIDENCY_UNMANAGED && stats->tier == RESIDENCY_MAPPED && !d->loading) {
+		free(d->tier_reason);
+		d->tier_reason = strdup("all of the model fitted when it was loaded, but not any more");
+	}
 	d->stats = *stats;
 	if (evicted)
 		bus_evicted(d, stats->kv_bytes_used);

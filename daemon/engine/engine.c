@@ -9,6 +9,8 @@
  */
 #include "daemon/engine/engine-private.h"
 
+#include "daemon/residency/memory.h"
+
 #include <malloc.h>
 
 void engine_event_free(struct engine_event *e)
@@ -228,6 +230,7 @@ struct loaded {
 	struct kv_arena *arena;
 	float *logits;
 	uint64_t kv_bytes_max;
+	uint64_t heap_bytes; /* the process before any model, and what the model's vocabulary and the like took */
 	uint32_t context, batch_tok;
 };
 
@@ -242,6 +245,11 @@ static void loaded_done(struct loaded *l)
 	l->logits = NULL;
 }
 
+static uint64_t anonymous_bytes(const struct engine *e)
+{
+	return e->memory ? memory_anonymous(e->memory) : 0;
+}
+
 /* The floor of the budget, and with it the tier, come before memory is taken for anything. */
 static int load_residency(struct engine *e, const struct engine_load *load, uint64_t kv_least,
 			  struct loaded *l, char **ret_reason, char **ret_error)
@@ -254,8 +262,8 @@ static int load_residency(struct engine *e, const struct engine_load *load, uint
 	scratch = graph_scratch_bytes(l->model, l->batch_tok);
 	if (!mul_ok(l->model->n_vocab, sizeof(float), &logits) || !(l->logits = malloc(logits)))
 		return fail(ret_error, -ENOMEM, "%s: no memory for the logits", load->path);
-	r = residency_new(l->model, &c->residency, (uint64_t)scratch + logits, kv_least, &e->shared,
-			  &e->no_loads, &l->residency, ret_reason, ret_error);
+	r = residency_new(l->model, &c->residency, l->heap_bytes + scratch + logits, kv_least,
+			  &e->shared, &e->no_loads, &l->residency, ret_reason, ret_error);
 	if (r < 0)
 		return r;
 	if (c->batch_tok == 0 && !residency_managed(l->residency))
@@ -274,13 +282,15 @@ static int load_all(struct engine *e, const struct engine_load *load, struct loa
 		    char **ret_reason, char **ret_error)
 {
 	const struct engine_config *c = &load->config;
-	uint64_t kv_least = 0;
+	uint64_t kv_least = 0, before = anonymous_bytes(e), after;
 	bool f16;
 	int r;
 
 	r = model_load(load->path, &l->model, ret_error);
 	if (r < 0)
 		return r;
+	after = anonymous_bytes(e);
+	l->heap_bytes = e->base_bytes + (after > before ? after - before : 0);
 	l->context = c->context > 0 ? c->context : MIN(l->model->n_ctx_train, 32768u);
 	f16 = c->kv_f16 >= 0 ? c->kv_f16 > 0 : !l->model->weights_f32;
 	r = size_memory(l->model, c, f16, l->context, &l->kv_bytes_max, &kv_least, ret_error);
@@ -337,8 +347,10 @@ static int load_beside_old(struct engine *e, struct engine_load *load, struct lo
 {
 	int r;
 
-	if (e->residency)
+	if (e->residency) {
 		residency_release(e->residency);
+		(void)residency_save_heat(e->residency); /* the same model's new configuration begins with it */
+	}
 	r = load_all(e, load, l, &load->tier_reason, &load->error);
 	if (r < 0 && e->residency) {
 		residency_publish(e->residency);
@@ -424,12 +436,22 @@ static int clone_session(struct engine *e, const struct engine_session *from,
 	return 0;
 }
 
+/* What sessions gave back, experts may have. */
+static void recharge(struct engine *e)
+{
+	if (e->residency)
+		(void)residency_charge(e->residency, engine_kv_bytes(e));
+}
+
 static void take_mail(struct engine *e, struct mail *m)
 {
 	switch ((enum engine_mail)m->kind) {
 	case ENGINE_LOAD: e->load = (struct engine_load *)m; break;
 	case ENGINE_REQUEST: sched_add(&e->sched, &((struct engine_request *)m)->sched); break;
-	case ENGINE_FREE: engine_session_drop(e, (struct engine_session *)m); break;
+	case ENGINE_FREE:
+		engine_session_drop(e, (struct engine_session *)m);
+		recharge(e);
+		break;
 	case ENGINE_CLONE: {
 		struct engine_clone *c = (struct engine_clone *)m;
 
@@ -444,6 +466,7 @@ static void take_mail(struct engine *e, struct mail *m)
 		atomic_store(&e->shrink_posted, false);
 		while (e->model && engine_make_room(e, NULL))
 			;
+		recharge(e);
 		(void)malloc_trim(0);
 		break;
 	case ENGINE_RELEASE:
@@ -582,8 +605,11 @@ int engine_new(struct mailbox *to_loop, struct engine **ret)
 		free(e);
 		return r;
 	}
+	(void)memory_open("", &e->memory);
+	e->base_bytes = anonymous_bytes(e);
 	r = pthread_create(&e->thread, NULL, engine_main, e);
 	if (r > 0) {
+		memory_close(e->memory);
 		mailbox_done(&e->inbox);
 		free(e);
 		return -r;
@@ -670,6 +696,7 @@ struct engine *engine_free(struct engine *e)
 	loaded = what_is_loaded(e);
 	loaded_done(&loaded);
 	mailbox_done(&e->inbox);
+	memory_close(e->memory);
 	free(e);
 	return NULL;
 }

@@ -215,7 +215,8 @@ static void post_trace(struct engine *e)
 
 static int forward(struct engine *e, struct run *run, const struct graph_seq *seq)
 {
-	bool record = seq->n_tok == 1 && atomic_load(&e->record);
+	/* Not a prompt's last token in a batch of its own. */
+	bool record = run->prompt_done && atomic_load(&e->record);
 	int r;
 
 	residency_record(e->residency, record);

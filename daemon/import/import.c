@@ -10,8 +10,8 @@
 #include "daemon/import/import.h"
 
 #include "daemon/file.h"
-#include "daemon/import/library.h"
 #include "daemon/import/describe.h"
+#include "daemon/import/library.h"
 #include "daemon/import/staging.h"
 #include "daemon/model/model.h"
 

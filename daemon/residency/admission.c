@@ -61,6 +61,7 @@ int admission_new(enum evict_policy policy, uint32_t n_blocks, struct admission 
 	if (!a)
 		return -ENOMEM;
 	a->n_blocks = n_blocks;
+	a->capacity = 1;
 	r = shadow_init(&a->open, policy, n_blocks);
 	if (r == 0)
 		r = shadow_init(&a->selective, policy, n_blocks);

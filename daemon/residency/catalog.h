@@ -25,15 +25,15 @@ struct catalog_range {
 struct catalog_layer {
 	uint32_t first_block; /* CATALOG_NONE: no routed experts here */
 	uint32_t n_expert;
-	uint64_t block_bytes;                                   /* of each block of this layer */
-	const struct gguf_tensor *matrix[CATALOG_MATRICES];     /* [.., .., n_expert]; NULL: absent */
-	uint64_t expert_bytes[CATALOG_MATRICES];                /* what one expert has of each */
+	uint64_t block_bytes;                               /* of each block of this layer */
+	const struct gguf_tensor *matrix[CATALOG_MATRICES]; /* [.., .., n_expert]; NULL: absent */
+	uint64_t expert_bytes[CATALOG_MATRICES];            /* what one expert has of each */
 };
 
 struct catalog {
 	const struct gguf *gguf; /* must outlive the catalog */
 	struct catalog_layer *layers;
-	uint32_t n_layers; /* of the model, also those without experts */
+	uint32_t n_layers;       /* of the model, also those without experts */
 	uint32_t *expert_layers; /* those with experts, ascending */
 	uint32_t n_expert_layers;
 	uint32_t n_blocks;

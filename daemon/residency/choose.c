@@ -32,10 +32,15 @@ enum residency_tier choose_tier(const struct choose_facts *f, char **ret_reason)
 		(void)fail(ret_reason, 0, "HostTier=%s", residency_tier_to_string(f->wanted));
 		return f->wanted;
 	}
-	if (small || f->needed_bytes <= f->budget_bytes) {
+	if (f->needed_bytes <= f->budget_bytes) {
 		(void)fail(ret_reason, 0,
 			   "all of the model fits: it needs %.2f GB, the budget is %.2f GB",
 			   gb(f->needed_bytes), gb(f->budget_bytes));
+		return RESIDENCY_UNMANAGED;
+	}
+	if (small) {
+		(void)fail(ret_reason, 0, "the model is small: it needs %.2f GB, %.2f GB are free",
+			   gb(f->needed_bytes), gb(f->available_bytes));
 		return RESIDENCY_UNMANAGED;
 	}
 	if (f->arena_bps == 0) {

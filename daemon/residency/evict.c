@@ -62,9 +62,8 @@
 #define INCREMENT_START ((uint64_t)1 << 20)
 #define INCREMENT_LIMIT ((uint64_t)1 << 40)
 #define INCREMENT_SHIFT 20
-/* Uses that heat may have: 2^14 * INCREMENT_LIMIT * HEAT_ONE stays within 64 bits. */
+/* Uses that heat may have: 2^14 * INCREMENT_LIMIT * EVICT_HEAT_ONE stays within 64 bits. */
 #define HEAT_USES_MAX   ((uint64_t)1 << 14)
-#define HEAT_ONE        32 /* evict_heat() of one use just now; one a step for ever are 513 of them */
 #define RECENT          ((uint64_t)1 << 63) /* in a key, above all heat */
 
 enum where { ABSENT, HEAPED, QUEUED, SMALL };
@@ -565,7 +564,7 @@ uint32_t evict_victim(struct evict *e, uint32_t class, const uint8_t *keep)
 uint16_t evict_heat(const struct evict *e, uint32_t block)
 {
 	/* Rounded up, so that 0 stays "never" for as long as heat can be told from nothing. */
-	uint64_t heat = (block_of(e, block)->heat * HEAT_ONE + e->increment - 1) / e->increment;
+	uint64_t heat = (block_of(e, block)->heat * EVICT_HEAT_ONE + e->increment - 1) / e->increment;
 
 	return (uint16_t)MIN(heat, (uint64_t)EVICT_HEAT_MAX);
 }
@@ -579,7 +578,7 @@ void evict_get_heat(const struct evict *e, uint16_t *ret_heat)
 void evict_set_heat(struct evict *e, const uint16_t *heat)
 {
 	for (uint32_t b = 0; b < e->n_blocks; b++) {
-		uint64_t h = heat[b] * e->increment / HEAT_ONE;
+		uint64_t h = heat[b] * e->increment / EVICT_HEAT_ONE;
 
 		if (h <= e->blocks[b].heat)
 			continue;

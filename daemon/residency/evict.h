@@ -15,7 +15,9 @@ enum evict_policy { EVICT_LRU, EVICT_LFU, EVICT_CLOCK_LFU, EVICT_S3_FIFO };
 
 #define EVICT_NONE      UINT32_MAX
 #define EVICT_ANY_CLASS UINT32_MAX
-#define EVICT_HEAT_MAX  UINT16_MAX
+#define EVICT_HEAT_ONE \
+	32 /* evict_heat() of one use just now; one a step for ever are 513 of them */
+#define EVICT_HEAT_MAX UINT16_MAX
 
 struct evict;
 

@@ -24,7 +24,7 @@ struct feed_block {
 	uint64_t faults, adds, deletes, refaults; /* pages; refault: added again after it was deleted */
 };
 
-struct feed_fault { /* by a thread of this process */
+struct feed_fault {                   /* by a thread of this process */
 	uint64_t time_ns, latency_ns; /* latency 0: not measured */
 	uint32_t block;               /* CATALOG_NONE: trunk */
 	uint32_t tid;
@@ -32,7 +32,8 @@ struct feed_fault { /* by a thread of this process */
 
 /* socket_path: of the tracer; NULL: $RESIDENTD_BPF_SOCKET, else where its unit has it. Tries at once and, while the tracer is away, again every few seconds on `event` (NULL: only once).
  * on_change (may be NULL) is called on the loop thread when the source changes. Never fails for want of a tracer. -ENOMEM, -errno. */
-int feed_new(sd_event *event, const char *socket_path, const struct catalog *c, void (*on_change)(void *arg), void *arg, struct feed **ret);
+int feed_new(sd_event *event, const char *socket_path, const struct catalog *c,
+	     void (*on_change)(void *arg), void *arg, struct feed **ret);
 struct feed *feed_free(struct feed *f); /* accepts NULL, returns NULL */
 
 enum feed_source feed_source(const struct feed *f);

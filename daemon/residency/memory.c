@@ -33,7 +33,7 @@ struct group {
 };
 
 struct memory {
-	int meminfo;
+	int meminfo, statm;
 	struct group groups[GROUPS_MAX];
 	size_t n_groups;
 };
@@ -383,6 +383,7 @@ int memory_open(const char *root, struct memory **ret)
 	if (!m)
 		return -ENOMEM;
 	m->meminfo = open_in(root, "/proc", "meminfo");
+	m->statm = open_in(root, "/proc", "self/statm");
 	if (m->meminfo < 0)
 		return m->meminfo;
 	add_groups(m, root, true);
@@ -399,10 +400,22 @@ struct memory *memory_close(struct memory *m)
 	if (!m)
 		return NULL;
 	closep(&m->meminfo);
+	closep(&m->statm);
 	for (size_t i = 0; i < m->n_groups; i++)
 		close_group(&m->groups[i]);
 	free(m);
 	return NULL;
+}
+
+uint64_t memory_anonymous(const struct memory *m)
+{
+	unsigned long long size, resident, shared;
+	char text[TEXT_MAX];
+
+	if (m->statm < 0 || read_text(m->statm, text) < 0 ||
+	    sscanf(text, "%llu %llu %llu", &size, &resident, &shared) != 3 || shared > resident)
+		return 0;
+	return (resident - shared) * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
 /* ---- what follows from it ---- */

@@ -17,8 +17,8 @@ struct memory_state {
 			       its page cache that can be reclaimed */
 	uint64_t machine_total;     /* MemTotal alone */
 	uint64_t machine_available; /* MemAvailable alone */
-	uint64_t group_limit;       /* memory.max / memory.high / memory.limit_in_bytes: the lowest; UINT64_MAX: none */
-	uint64_t group_available;   /* as above, of the groups alone; UINT64_MAX: no limit */
+	uint64_t group_limit; /* memory.max / memory.high / memory.limit_in_bytes: the lowest; UINT64_MAX: none */
+	uint64_t group_available; /* as above, of the groups alone; UINT64_MAX: no limit */
 };
 
 /* root: "" or a directory that holds proc/ and sys/. -ENOMEM, -errno when not even meminfo can be read. */
@@ -26,6 +26,7 @@ int memory_open(const char *root, struct memory **ret);
 struct memory *memory_close(struct memory *m); /* accepts NULL, returns NULL */
 DEFINE_CLEANUP(struct memory *, memory_close)
 int memory_read(struct memory *m, struct memory_state *ret);
+uint64_t memory_anonymous(const struct memory *m); /* of this process: what nobody can take from it; 0: not known */
 
 /* MemoryReserve=auto: the larger of 1 GiB and 10 % of the machine's memory. */
 uint64_t memory_default_reserve(uint64_t machine_total);

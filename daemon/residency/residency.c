@@ -26,6 +26,9 @@
 /* Missing blocks of a layer that have a place, on their way or not computed yet: enough for the disk to be busy while a wave is computed;
  * more would only push out what stays. */
 #define DEPTH_BLOCKS  32
+/* For one block at most so many go: when places of another size cannot be closed up just now (the last ones are on their way or in use),
+ * more would go for nothing. The block waits for the next wave. */
+#define VICTIMS_MAX   8
 /* Reads behind everything else (warming). */
 #define WARM_BLOCKS   4
 /* From here on a batch is a prompt's chunk: one use by a chunk says less than one by a token that was just written. */
@@ -188,7 +191,13 @@ static uint32_t pick_victim(struct residency *r, uint32_t class)
 		any = evict_victim(r->evict, EVICT_ANY_CLASS, r->keep);
 	if (own == EVICT_NONE || any == EVICT_NONE)
 		return own == EVICT_NONE ? any : own;
-	return evict_heat(r->evict, own) / 2 <= evict_heat(r->evict, any) ? own : any;
+	if (evict_heat(r->evict, own) / 2 > evict_heat(r->evict, any))
+		return any;
+	if (r->transient[any]) { /* its turn comes */
+		r->transient[any] = 0;
+		put_transient(r, any);
+	}
+	return own;
 }
 
 /* What counts against the limit. */
@@ -202,8 +211,8 @@ static bool make_room(struct residency *r, uint32_t block)
 	uint64_t limit = block_limit(r);
 	uint8_t class = host_class(r->host, block);
 
-	while (!host_has_room(r->host, block, limit)) {
-		uint32_t victim = pick_victim(r, class);
+	for (unsigned n = 0; !host_has_room(r->host, block, limit); n++) {
+		uint32_t victim = n < VICTIMS_MAX ? pick_victim(r, class) : EVICT_NONE;
 
 		if (victim == EVICT_NONE)
 			return false;
@@ -328,8 +337,11 @@ static void arrive(struct residency *r, uint32_t block, int err)
 	} else if (!w) {
 		r->keep[block] = 0;
 	}
-	if (err < 0)
+	if (err < 0) {
+		r->stats.prefetch_wasted += r->ahead[block];
+		r->ahead[block] = 0;
 		return;
+	}
 	r->checked[block] = (uint32_t)r->stats.steps;
 	evict_insert(r->evict, block);
 	if (w)
@@ -396,7 +408,9 @@ static void count_use(struct residency *r, uint32_t block, uint32_t n_tok)
 	if (r->decode)
 		admission_touch(r->admission, block);
 	if (r->session_heat) {
-		uint32_t heat = r->session_heat[block] + n_tok;
+		/* As evict.c weighs it, but for the ageing: that comes with the next turn. */
+		uint32_t weight = 32 - (uint32_t)__builtin_clz(MAX(n_tok, 1u));
+		uint32_t heat = r->session_heat[block] + weight * EVICT_HEAT_ONE;
 
 		r->session_heat[block] = (uint16_t)MIN(heat, (uint32_t)UINT16_MAX);
 	}
@@ -956,6 +970,16 @@ static int make_host(struct residency *r, enum host_form form, char **ret_error)
 	return 0;
 }
 
+static void begin_warm(struct residency *r)
+{
+	_cleanup_(freep) uint16_t *heat = NULL;
+
+	r->heat_file = r->config.state_dir ? heat_path(r->config.state_dir, r->catalog->identity) : NULL;
+	heat = r->heat_file ? malloc(r->catalog->n_blocks * sizeof(*heat)) : NULL;
+	if (heat && heat_load(r->heat_file, r->catalog->identity, r->catalog->n_blocks, heat) == 0)
+		residency_warm(r, heat);
+}
+
 /* What fitted once does not any more: the page cache that is there becomes the mapped form. */
 static int become_mapped(struct residency *r)
 {
@@ -965,9 +989,11 @@ static int become_mapped(struct residency *r)
 		return -EAGAIN;
 	stop_loader(r);
 	err = make_host(r, HOST_MAPPED, NULL);
-	if (err == 0)
-		residency_publish(r);
-	return err;
+	if (err < 0)
+		return err;
+	begin_warm(r);
+	residency_publish(r);
+	return 0;
 }
 
 static int allocate(struct residency *r)
@@ -1005,21 +1031,10 @@ static int allocate(struct residency *r)
 		       : -ENOMEM;
 }
 
-/* Anonymous memory of the process: what the vocabulary and the rest of the daemon hold before the model's own memory is taken. */
-static uint64_t anonymous_bytes(void)
-{
-	_cleanup_(fclosep) FILE *f = fopen("/proc/self/statm", "re");
-	unsigned long long size, resident, shared;
-
-	if (!f || fscanf(f, "%llu %llu %llu", &size, &resident, &shared) != 3 || shared > resident)
-		return 0;
-	return (resident - shared) * (uint64_t)sysconf(_SC_PAGESIZE);
-}
-
 static int set_budget(struct residency *r, struct choose_facts *facts, uint64_t kv_min, char **ret_error)
 {
 	const struct residency_config *c = &r->config;
-	uint64_t anonymous = anonymous_bytes(), most, least;
+	uint64_t most, least;
 	_cleanup_(memory_closep) struct memory *memory = NULL;
 	struct memory_state state = { .total = UINT64_MAX,
 				      .available = UINT64_MAX,
@@ -1031,10 +1046,10 @@ static int set_budget(struct residency *r, struct choose_facts *facts, uint64_t 
 		err = memory_read(memory, &state);
 	if (err < 0)
 		return fail(ret_error, err, "cannot see how much memory there is: %s", strerror(-err));
-	r->fixed += anonymous;
 	r->reserve = c->reserve_bytes > 0 ? c->reserve_bytes
 					  : memory_default_reserve(state.machine_total);
-	most = memory_budget(&state, anonymous, r->reserve);
+	/* All of it is ours, or the model's that this one takes the place of. */
+	most = memory_budget(&state, memory_anonymous(memory), r->reserve);
 	r->configured = c->budget_bytes > 0 ? c->budget_bytes : most;
 	r->budget = MIN(r->configured, most);
 	least = r->catalog->trunk_bytes + r->fixed + kv_min;
@@ -1058,16 +1073,6 @@ static int refuse_budget(const struct residency *r, const char *path, char **ret
 		    " MB (HostBudget=, or what is available less MemoryReserve=)",
 		    path, r->floor / 1000000 + 1, r->catalog->trunk_bytes / 1000000,
 		    (r->floor - r->catalog->trunk_bytes) / 1000000, r->budget / 1000000);
-}
-
-static void begin_warm(struct residency *r)
-{
-	_cleanup_(freep) uint16_t *heat = NULL;
-
-	r->heat_file = r->config.state_dir ? heat_path(r->config.state_dir, r->catalog->identity) : NULL;
-	heat = r->heat_file ? malloc(r->catalog->n_blocks * sizeof(*heat)) : NULL;
-	if (heat && heat_load(r->heat_file, r->catalog->identity, r->catalog->n_blocks, heat) == 0)
-		residency_warm(r, heat);
 }
 
 static int start(struct residency *r, enum residency_tier tier, const atomic_bool *stop, char **ret_error)

@@ -78,7 +78,7 @@ struct residency_layer_info {
 };
 
 /*
- * For m, which must outlive it. shared: of the engine. fixed_bytes: scratch and the like, taken whatever happens; kv_min_bytes: one full
+ * For m, which must outlive it. shared: of the engine. fixed_bytes: scratch, vocabulary and the like, taken whatever happens; kv_min_bytes: one full
  * conversation, a part of the floor. Decides the tier (*ret_reason: malloc'd, one line for people, also on success), loads the trunk (stop
  * is looked at: -ECANCELED). -ENOSPC with an error text that has the numbers: less than the floor; -EIO, -ENOMEM.
  */

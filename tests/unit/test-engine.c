@@ -1,8 +1,17 @@
 /* SPDX-License-Identifier: MIT */
-/* test-engine.c: the engine thread through its mailbox, on the bundled model: answers, sessions, memory, cancel, stop. */
+/*
+ * test-engine.c: the engine thread through its mailbox, on the bundled model: answers, sessions, memory, cancel, stop; experts in every tier,
+ * broken model files.
+ */
 #include "tests/test.h"
 
 #include "daemon/engine/engine-private.h"
+
+#include "daemon/residency/heat.h"
+#include "daemon/residency/trace.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
 
 #define MODEL "tests/models/tiny-qwen35moe-stories-q8_0.gguf"
 
@@ -16,6 +25,7 @@ struct fixture {
 	int load_err;
 	char *load_error;
 	struct engine_stats stats;
+	struct residency_config residency; /* of the next load */
 };
 
 static void clear_text(struct fixture *f)
@@ -58,7 +68,12 @@ static void load(struct fixture *f, const char *path, uint64_t kv_bytes, uint32_
 	assert_non_null(l);
 	l->path = strdup(path);
 	l->config = (struct engine_config){
-		.threads = 2, .context = context, .batch_tok = 16, .kv_bytes_max = kv_bytes, .kv_f16 = -1
+		.threads = 2,
+		.context = context,
+		.batch_tok = 16,
+		.kv_bytes_max = kv_bytes,
+		.kv_f16 = -1,
+		.residency = f->residency,
 	};
 	l->mail.kind = ENGINE_LOAD;
 	engine_post(f->engine, &l->mail);
@@ -72,6 +87,7 @@ static void load(struct fixture *f, const char *path, uint64_t kv_bytes, uint32_
 	}
 	f->stats = l->stats;
 	free(l->path);
+	free(l->tier_reason);
 	free(l);
 }
 
@@ -636,6 +652,367 @@ static void test_seed(void **state)
 	stop(&f);
 }
 
+/* Where experts are. */
+
+static struct engine_inspect *look(struct fixture *f, bool blocks)
+{
+	struct engine_inspect *i = calloc(1, sizeof(*i));
+
+	assert_non_null(i);
+	i->want_blocks = blocks;
+	i->mail.kind = ENGINE_INSPECT;
+	engine_post(f->engine, &i->mail);
+	assert_ptr_equal(wait_for(f, EVENT_INSPECTED), i);
+	return i;
+}
+
+static uint32_t n_host(struct fixture *f)
+{
+	struct engine_inspect *i = look(f, false);
+	uint32_t n = i->stats.n_host;
+
+	engine_inspect_free(i);
+	return n;
+}
+
+static void check_blocks(const struct engine_inspect *i)
+{
+	size_t n_here = 0, n_hot = 0;
+
+	assert_true(i->loaded);
+	assert_int_equal(i->n_layers, 8);
+	assert_true(i->heat && i->place);
+	for (size_t b = 0; b < 8 * 32; b++) {
+		n_here += i->place[b] == 'h';
+		n_hot += i->heat[b] > 0;
+	}
+	assert_int_equal(n_here, i->stats.n_host);
+	assert_true(n_hot > 8);
+	for (uint32_t k = 0; k < 8; k++) {
+		assert_int_equal(i->layers[k].layer, k);
+		assert_int_equal(i->layers[k].n_experts, 32);
+		assert_true(i->layers[k].hits + i->layers[k].misses > 0);
+	}
+}
+
+/* The same answer from every tier, also after all experts have left it, and with the least memory that will do. */
+static void test_tiers(void **state)
+{
+	static const enum residency_tier tiers[] = { RESIDENCY_MAPPED, RESIDENCY_ARENA };
+
+	(void)state;
+	for (size_t t = 0; t < ARRAY_SIZE(tiers); t++) {
+		struct engine_inspect *i;
+		struct fixture f;
+
+		start(&f);
+		i = look(&f, true);
+		assert_false(i->loaded);
+		engine_inspect_free(i);
+		f.residency.tier = tiers[t];
+		f.residency.policy = EVICT_CLOCK_LFU;
+		f.residency.prefetch = 1;
+		f.residency.reserve_bytes = 1 << 20;
+		load(&f, MODEL, 0, 512);
+		assert_int_equal(f.load_err, 0);
+		(void)ask(&f, NULL, "What is 17 x 23?", false, false, "17 x 23 = 391.");
+		i = look(&f, true);
+		check_blocks(i);
+		assert_int_equal(i->stats.tier, tiers[t]);
+		assert_true(i->stats.hits > 0 && i->stats.decode_tok > 5);
+		engine_inspect_free(i);
+		engine_release(f.engine);
+		assert_int_equal(n_host(&f), 0);
+		(void)ask(&f, NULL, "What is 17 x 23?", false, false, "17 x 23 = 391.");
+		atomic_store(&engine_shared(f.engine)->target_bytes, 1);
+		engine_wake(f.engine);
+		(void)ask(&f, NULL, "What is 17 x 23?", true, false, "17 x 23 = 391.");
+		i = look(&f, false);
+		assert_int_equal(i->stats.budget_bytes, i->stats.floor_bytes);
+		assert_true(i->stats.io.blocks_evicted > 100 && i->stats.misses > 100);
+		engine_inspect_free(i);
+		stop(&f);
+	}
+}
+
+/* A reload brings the hot ones back, and what cannot be loaded takes nothing from what is. */
+static void test_load_beside_managed(void **state)
+{
+	struct fixture f;
+	uint32_t n;
+
+	(void)state;
+	start(&f);
+	f.residency.tier = RESIDENCY_ARENA;
+	f.residency.policy = EVICT_CLOCK_LFU;
+	load(&f, MODEL, 0, 512);
+	(void)ask(&f, NULL, "What is 17 x 23?", false, false, "17 x 23 = 391.");
+	n = n_host(&f);
+	assert_true(n > 0);
+	load(&f, "tests/models/README.md", 0, 512);
+	assert_int_equal(f.load_err, -EBADMSG);
+	for (unsigned i = 0; i < 1000 && n_host(&f) < n; i++)
+		nanosleep(&(struct timespec){ .tv_nsec = 1000000 }, NULL);
+	assert_true(n_host(&f) >= n);
+	assert_true(atomic_load(&engine_shared(f.engine)->managed));
+	f.residency.budget_bytes = 1000000;
+	load(&f, MODEL, 0, 512);
+	assert_int_equal(f.load_err, -ENOSPC);
+	assert_non_null(strstr(f.load_error, "needs at least"));
+	(void)ask(&f, NULL, "What is 17 x 23?", false, false, "17 x 23 = 391.");
+	f.residency.budget_bytes = 0;
+	f.residency.tier = RESIDENCY_AUTO;
+	load(&f, MODEL, 0, 512);
+	assert_int_equal(f.load_err, 0);
+	assert_false(atomic_load(&engine_shared(f.engine)->managed));
+	(void)ask(&f, NULL, "What is 17 x 23?", false, false, "17 x 23 = 391.");
+	stop(&f);
+}
+
+/* A conversation remembers which experts it used; so does its clone, and not a model that was not loaded then. */
+static void test_session_heat(void **state)
+{
+	struct engine_session *a = engine_session_new(0), *b = engine_session_new(0);
+	struct engine_clone clone = {
+		.mail.kind = ENGINE_CLONE, .from = a, .to = b, .kv_bytes_max = UINT64_MAX
+	};
+	struct fixture f;
+	size_t n_hot = 0;
+
+	(void)state;
+	start(&f);
+	f.residency.tier = RESIDENCY_ARENA;
+	load(&f, MODEL, 0, 512);
+	(void)ask(&f, a, "What do bees make?", false, false, "Bees make honey.");
+	engine_post(f.engine, &clone.mail);
+	assert_ptr_equal(wait_for(&f, EVENT_CLONED), &clone);
+	/* The engine waits for mail. */
+	assert_non_null(a->heat);
+	for (size_t i = 0; i < 256; i++)
+		n_hot += a->heat[i] > 0;
+	assert_true(n_hot >= 8 * 4);
+	assert_memory_equal(a->heat, b->heat, 256 * sizeof(*a->heat));
+	load(&f, MODEL, 0, 512);
+	assert_null(a->heat);
+	engine_session_free(f.engine, a);
+	engine_session_free(f.engine, b);
+	stop(&f);
+}
+
+static void test_heat_file(void **state)
+{
+	char dir[] = "/tmp/test-engine-XXXXXX";
+	_cleanup_(freep) char *path = NULL;
+	uint16_t heat[256];
+	size_t n_hot = 0;
+	struct fixture f;
+
+	(void)state;
+	assert_non_null(mkdtemp(dir));
+	start(&f);
+	f.residency.tier = RESIDENCY_ARENA;
+	f.residency.state_dir = dir;
+	load(&f, MODEL, 0, 512);
+	(void)ask(&f, NULL, "What do bees make?", false, false, "Bees make honey.");
+	path = heat_path(dir, f.model->catalog->identity);
+	assert_int_equal(access(path, F_OK), -1);
+	/* Written when the experts leave, at the latest. */
+	engine_release(f.engine);
+	assert_int_equal(n_host(&f), 0);
+	assert_int_equal(heat_load(path, f.model->catalog->identity, 256, heat), 0);
+	for (size_t i = 0; i < 256; i++)
+		n_hot += heat[i] > 0;
+	assert_true(n_hot >= 8 * 4);
+	assert_int_equal(unlink(path), 0);
+	(void)ask(&f, NULL, "What is 7 x 8?", false, false, "7 x 8 = 56.");
+	load(&f, MODEL, 0, 512); /* the old one's is written */
+	assert_int_equal(access(path, F_OK), 0);
+	for (unsigned i = 0; i < 1000 && n_host(&f) < n_hot; i++)
+		nanosleep(&(struct timespec){ .tv_nsec = 1000000 }, NULL);
+	assert_true(n_host(&f) >= n_hot);
+	stop(&f);
+	/* Where it cannot be written, the numbers say so and all goes on. */
+	start(&f);
+	f.residency.tier = RESIDENCY_ARENA;
+	f.residency.state_dir = "/nonexistent";
+	load(&f, MODEL, 0, 512);
+	(void)ask(&f, NULL, "What do bees make?", false, false, "Bees make honey.");
+	assert_int_equal(f.stats.heat_error, 0);
+	engine_release(f.engine);
+	(void)ask(&f, NULL, "What do bees make?", false, false, "Bees make honey.");
+	assert_int_equal(f.stats.heat_error, -ENOENT);
+	stop(&f);
+	assert_int_equal(unlink(path), 0);
+	assert_int_equal(rmdir(dir), 0);
+}
+
+/* A line for each token that was computed alone, with the experts of all layers. */
+static void test_trace(void **state)
+{
+	struct fixture f;
+	struct engine_request *r;
+	struct buf lines = {};
+	struct trace trace;
+	size_t n = 0, n_tok = 0;
+	FILE *file;
+
+	(void)state;
+	start(&f);
+	load(&f, MODEL, 0, 512);
+	engine_record(f.engine, true);
+	r = request_new(&f, NULL, user("Tell me a story."), 1, false, false);
+	r->max_tok = 12;
+	/* Batches are of 16 tokens: one is left over. */
+	r->chat = false;
+	while (r->prompt.n % 16 != 1)
+		assert_int_equal(tokens_append(&r->prompt, &(int32_t){ 11 }, 1), 0);
+	engine_post(f.engine, &r->mail);
+	for (bool done = false; !done;) {
+		for (struct mail *m = mailbox_take_all(&f.mail, true), *next; m; m = next) {
+			next = m->next;
+			if (m->kind == EVENT_TRACE) {
+				struct engine_trace *t = (struct engine_trace *)m;
+
+				assert_int_equal(buf_append(&lines, t->line.data, t->line.len), 0);
+				engine_trace_free(t);
+				n++;
+			} else if (m->kind == EVENT_PROGRESS) {
+				n_tok += ((struct engine_event *)m)->n_decode_tok;
+				engine_event_free((struct engine_event *)m);
+			} else {
+				assert_int_equal(m->kind, EVENT_DONE);
+				done = true;
+			}
+		}
+	}
+	assert_int_equal(r->error, ERROR_NONE);
+	request_free(r);
+	/* The first token comes from the prompt's last batch, which is no token of the answer however short it is. */
+	assert_true(n_tok >= 12);
+	assert_int_equal(n, n_tok - 1);
+	file = fmemopen(lines.data, lines.len, "r");
+	assert_non_null(file);
+	assert_int_equal(trace_read(file, "trace", 32, &trace, NULL), 0);
+	assert_int_equal(trace.n_layers, 8);
+	assert_int_equal(trace.n_steps, n);
+	assert_int_equal(trace.n_wanted, n * 8 * 4);
+	trace_done(&trace);
+	fclose(file);
+	buf_done(&lines);
+	/* Off: no more mail than before. */
+	engine_record(f.engine, false);
+	(void)ask(&f, NULL, "What do bees make?", false, false, "Bees make honey.");
+	stop(&f);
+}
+
+/* Model files that change under the engine. */
+
+static int copy_model(const char *path, const struct timespec *mtime)
+{
+	_cleanup_(closep) int from = open(MODEL, O_RDONLY | O_CLOEXEC);
+	int to = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+	const struct timespec times[2] = { { .tv_nsec = UTIME_OMIT }, *mtime };
+	static char chunk[1 << 20];
+	off_t at = 0;
+	ssize_t n;
+
+	assert_true(from >= 0 && to >= 0);
+	while ((n = read(from, chunk, sizeof(chunk))) > 0) {
+		assert_int_equal(pwrite(to, chunk, (size_t)n, at), n);
+		at += n;
+	}
+	assert_int_equal(n, 0);
+	assert_int_equal(fsync(to), 0);
+	assert_int_equal(futimens(to, times), 0);
+	return to;
+}
+
+static void refused(struct fixture *f)
+{
+	struct engine_request *r = request_new(f, NULL, user("What is 7 x 8?"), 1, false, false);
+
+	engine_post(f->engine, &r->mail);
+	assert_ptr_equal(wait_for(f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_MODEL_BROKEN);
+	assert_non_null(strstr(r->error_text, "changed"));
+	assert_true(r->stats.model_broken);
+	request_free(r);
+}
+
+enum damage { TRUNCATED, REWRITTEN, TOUCHED };
+
+/* What runs ends with the error, what comes after is refused, until the file is loaded anew. */
+static void break_file(enum residency_tier tier, enum damage damage)
+{
+	const struct timespec times[3] = { { 1000000, 1 }, { 1000000, 2 }, { 1000001, 1 } };
+	char path[] = "/tmp/test-engine-XXXXXX";
+	struct engine_session *s = engine_session_new(0);
+	struct engine_request *r;
+	struct fixture f;
+	int fd = mkstemp(path);
+
+	assert_true(fd >= 0);
+	close(fd);
+	fd = copy_model(path, &times[0]);
+	start(&f);
+	f.residency.tier = tier;
+	load(&f, path, 0, 2048);
+	assert_int_equal(f.load_err, 0);
+	assert_false(f.stats.model_broken);
+	(void)ask(&f, s, "What do bees make?", false, false, "Bees make honey.");
+	r = request_new(&f, NULL, user("Tell me a story."), 1, false, false);
+	r->max_tok = -1;
+	r->sample.bias = &(struct logit_bias){ tokenizer_eos(f.model->tokenizer), -1000 };
+	r->sample.n_bias = 1;
+	clear_text(&f);
+	engine_post(f.engine, &r->mail);
+	for (unsigned n = 0; n < 10;) {
+		for (struct mail *m = mailbox_take_all(&f.mail, true), *next; m; m = next) {
+			next = m->next;
+			assert_int_equal(m->kind, EVENT_PROGRESS);
+			engine_event_free((struct engine_event *)m);
+			n++;
+		}
+	}
+	switch (damage) {
+	case TRUNCATED: assert_int_equal(ftruncate(fd, 8192), 0); break;
+	case REWRITTEN: /* with what it held */
+	case TOUCHED: close(copy_model(path, &times[damage == TOUCHED ? 1 : 2])); break;
+	}
+	assert_ptr_equal(wait_for(&f, EVENT_DONE), r);
+	assert_int_equal(r->error, ERROR_MODEL_BROKEN);
+	assert_true(r->stats.model_broken);
+	request_free(r);
+	refused(&f);
+	refused(&f);
+	if (damage == TRUNCATED) {
+		load(&f, path, 0, 512);
+		assert_true(f.load_err < 0);
+		assert_true(f.stats.model_broken);
+		refused(&f);
+		close(copy_model(path, &times[0]));
+		refused(&f);
+	}
+	load(&f, path, 0, 2048);
+	assert_int_equal(f.load_err, 0);
+	assert_false(f.stats.model_broken);
+	(void)ask(&f, s, "What do bees make?", false, false, "Bees make honey.");
+	engine_session_free(f.engine, s);
+	stop(&f);
+	close(fd);
+	assert_int_equal(unlink(path), 0);
+}
+
+static void test_broken_model(void **state)
+{
+	(void)state;
+	break_file(RESIDENCY_AUTO, TRUNCATED);
+	break_file(RESIDENCY_MAPPED, TRUNCATED);
+	break_file(RESIDENCY_ARENA, TRUNCATED);
+	break_file(RESIDENCY_ARENA, REWRITTEN);
+	break_file(RESIDENCY_AUTO, TOUCHED);
+}
+
 int main(void)
 {
 	static const struct CMUnitTest tests[] = {
@@ -653,6 +1030,12 @@ int main(void)
 		cmocka_unit_test(test_stop_returns_everything),
 		cmocka_unit_test(test_load_failures),
 		cmocka_unit_test(test_seed),
+		cmocka_unit_test(test_tiers),
+		cmocka_unit_test(test_load_beside_managed),
+		cmocka_unit_test(test_session_heat),
+		cmocka_unit_test(test_heat_file),
+		cmocka_unit_test(test_trace),
+		cmocka_unit_test(test_broken_model),
 	};
 
 	return cmocka_run_group_tests_name("engine", tests, NULL, NULL);

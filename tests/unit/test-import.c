@@ -6,8 +6,8 @@
 #include "tests/test.h"
 
 #include "daemon/errors.h"
-#include "daemon/import/library.h"
 #include "daemon/import/describe.h"
+#include "daemon/import/library.h"
 #include "daemon/import/message.h"
 #include "daemon/import/staging.h"
 #include "tests/unit/gguf-build.h"

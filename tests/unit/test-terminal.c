@@ -7,8 +7,8 @@
 
 #include "client/terminal.c"
 
-#include <pthread.h>
 #include <poll.h>
+#include <pthread.h>
 #include <pty.h>
 
 /* An open terminal of 40 columns with output processing off, so that bytes come back as they were
