@@ -21,7 +21,8 @@ static void check_bounds(const struct config *c)
 	assert(c->context == 0 || (c->context >= 16 && c->context <= 1 << 24));
 	assert(c->threads <= 1024);
 	assert(c->batch_tok <= 4096);
-	assert(c->host_tier == RESIDENCY_AUTO || c->host_tier == RESIDENCY_MAPPED || c->host_tier == RESIDENCY_ARENA);
+	assert(c->host_tier == RESIDENCY_AUTO || c->host_tier == RESIDENCY_MAPPED ||
+	       c->host_tier == RESIDENCY_ARENA);
 	assert(c->host_budget_bytes <= INT64_MAX && c->memory_reserve_bytes <= INT64_MAX);
 	assert(c->host_idle_us >= 1000000);
 	assert(c->evict_policy <= EVICT_S3_FIFO);
