@@ -95,15 +95,31 @@ static __always_inline bool runs(uint32_t tgid, uint32_t *ret_tid)
 	return info.tgid == tgid;
 }
 
-static __always_inline const struct residency_file *file_of(const struct address_space *mapping)
+/* A model of one file is known by one comparison after its first event, and so is what is not of it: in the mapped form each
+ * token's misses are thousands of events. */
+static __always_inline bool file_of(const struct address_space *mapping, struct residency_file *ret)
 {
-	const struct inode *inode = BPF_CORE_READ(mapping, host);
-	struct residency_inode id = { .ino = BPF_CORE_READ(inode, i_ino) };
+	uint64_t known = state.mapping;
+	const struct residency_file *file;
+	struct residency_inode id = {};
+	const struct inode *inode;
 
+	if (known) {
+		*ret = config.file;
+		return known == (uint64_t)mapping;
+	}
+	inode = BPF_CORE_READ(mapping, host);
+	id.ino = BPF_CORE_READ(inode, i_ino);
 	if (!(state.filter >> (id.ino & 63) & 1))
-		return NULL;
+		return false;
 	id.dev = BPF_CORE_READ(inode, i_sb, s_dev);
-	return bpf_map_lookup_elem(&files, &id);
+	file = bpf_map_lookup_elem(&files, &id);
+	if (!file)
+		return false;
+	*ret = *file;
+	if (config.one_file)
+		state.mapping = (uint64_t)mapping;
+	return true;
 }
 
 /* The argument of an event of the page cache. */
@@ -120,11 +136,11 @@ static __always_inline uint32_t order_of(const void *folio)
 	uint32_t order;
 
 	if (bpf_core_field_exists(f->flags.f))
-		flags = BPF_CORE_READ(f, flags.f);
+		flags = f->flags.f;
 	else if (config.folios)
-		flags = BPF_CORE_READ((const struct folio *)folio, flags);
+		flags = ((const struct folio *)folio)->flags;
 	else
-		flags = BPF_CORE_READ((const struct page *)folio, flags);
+		flags = ((const struct page *)folio)->flags;
 	if (!(flags >> bpf_core_enum_value(enum pageflags, PG_head) & 1))
 		return 0;
 	if (bpf_core_field_exists(((struct folio___order *)NULL)->_folio_order)) {
@@ -141,14 +157,15 @@ static __always_inline uint32_t order_of(const void *folio)
 
 static __always_inline const struct address_space *mapping_of(const void *folio)
 {
-	return config.folios ? BPF_CORE_READ((const struct folio *)folio, mapping)
-			     : BPF_CORE_READ((const struct page *)folio, mapping);
+	/* The argument of the event itself: the verifier knows what it is, and a plain load does. */
+	return config.folios ? ((const struct folio *)folio)->mapping
+			     : ((const struct page *)folio)->mapping;
 }
 
 static __always_inline uint64_t index_of(const void *folio)
 {
-	return config.folios ? BPF_CORE_READ((const struct folio *)folio, index)
-			     : BPF_CORE_READ((const struct page *)folio, index);
+	return config.folios ? ((const struct folio *)folio)->index
+			     : ((const struct page *)folio)->index;
 }
 
 /* ---- account ----
@@ -210,10 +227,13 @@ __noinline uint32_t mark(uint64_t page, uint32_t n, uint32_t added)
 			refaults += (uint32_t)__builtin_popcountll(*d & mask);
 			__sync_fetch_and_or(p, mask);
 		} else {
-			__sync_fetch_and_or(d, mask);
+			if ((*d & mask) != mask)
+				__sync_fetch_and_or(d, mask);
 			__sync_fetch_and_and(p, ~mask);
 		}
-		__sync_fetch_and_or(t, mask);
+		/* Bits of these two are only ever set (RESET aside, after which the daemon looks anew). */
+		if ((*t & mask) != mask)
+			__sync_fetch_and_or(t, mask);
 		page += len;
 		n -= len;
 	}
@@ -239,19 +259,19 @@ __noinline int book(uint32_t block, uint64_t page, uint32_t n, uint32_t added)
 
 static __always_inline int account(const void *folio, bool added)
 {
-	const struct residency_file *file = file_of(mapping_of(folio));
+	struct residency_file file;
 	uint64_t index, page;
 	uint32_t n;
 
-	if (!file)
+	if (!file_of(mapping_of(folio), &file))
 		return 0;
 	index = index_of(folio);
-	if (index >= file->pages)
+	if (index >= file.pages)
 		return 0;
 	n = 1u << (order_of(folio) & 15);
-	if (n > file->pages - index)
-		n = (uint32_t)(file->pages - index);
-	page = file->first + index;
+	if (n > file.pages - index)
+		n = (uint32_t)(file.pages - index);
+	page = file.first + index;
 	for (uint32_t i = 0; i < PIECES && n > 0; i++) {
 		uint64_t at = block_at(page);
 		uint32_t piece = (uint32_t)at;
@@ -321,14 +341,14 @@ static __always_inline bool is_set(const uint64_t *word, uint64_t page)
 SEC("tp_btf/mm_filemap_fault")
 int page_faulted(uint64_t *ctx)
 {
-	const struct residency_file *file = file_of((const struct address_space *)ctx[0]);
 	struct residency_counters *c;
+	struct residency_file file;
 	uint32_t block, word, tid;
 	uint64_t page;
 
-	if (!file || ctx[1] >= file->pages)
+	if (!file_of((const struct address_space *)ctx[0], &file) || ctx[1] >= file.pages)
 		return 0;
-	page = file->first + ctx[1];
+	page = file.first + ctx[1];
 	block = (uint32_t)(block_at(page) >> 32);
 	c = bpf_map_lookup_elem(&counters, &block);
 	if (c)

@@ -80,10 +80,15 @@ struct residency_config {
 	uint32_t search; /* the largest power of two that is no more than there are ranges */
 	uint32_t page_shift;
 	uint32_t folios; /* the page cache's events tell a struct folio, not a struct page */
+	uint32_t one_file;
+	uint32_t zero;
+	struct residency_file file; /* the one */
 };
 
 struct residency_state {
 	uint64_t filter; /* bit i: there is a file with ino % 64 == i */
+	/* one_file: the kernel's address of its pages, once seen; it stays, because the file is kept open. 0: not seen yet. */
+	uint64_t mapping;
 	uint64_t latency;
 	/* A probing read of the helper's: of this page of a file, and whose page it turned out to be. */
 	uint64_t probe_index;

@@ -92,6 +92,9 @@ struct tracer {
 	int n_ends;
 	volatile struct residency_state *state;
 	uint64_t n_words;
+	/* Of a model of one file: kept open, so that the kernel's address of its pages stays what it is. -1: several. */
+	int only_fd;
+	struct residency_file only;
 	struct buf text; /* what is missing */
 };
 
@@ -221,6 +224,8 @@ static int load(struct tracer *t, const struct residency_attach *a, uint32_t wit
 		.n_blocks = a->n_blocks,
 		.search = a->n_extents > 0 ? 1u << (31 - __builtin_clz(a->n_extents)) : 0,
 		.page_shift = (uint32_t)__builtin_ctz(a->page_bytes),
+		.one_file = t->only_fd >= 0,
+		.file = t->only,
 	};
 	struct bpf_map *rodata;
 	int r;
@@ -565,6 +570,9 @@ static int do_attach(struct tracer *t, const struct residency_attach *a, const i
 		add_text(t, "%s", wrong);
 		return -EINVAL;
 	}
+	t->only = files[0];
+	if (a->n_parts == 1)
+		t->only_fd = fcntl(fds[0], F_DUPFD_CLOEXEC, 3);
 	r = load_what_goes(t, a, &chosen);
 	if (r < 0)
 		return r;
@@ -604,8 +612,9 @@ static void tracer_close(struct tracer *t)
 	if (t->object)
 		bpf_object__close(t->object);
 	buf_done(&t->text);
+	closep(&t->only_fd);
 	close(t->fd);
-	*t = (struct tracer){ .fd = -1 };
+	*t = (struct tracer){ .fd = -1, .only_fd = -1 };
 }
 
 /* A peer that does not take its answer is no peer. */
@@ -749,7 +758,7 @@ static bool may(uid_t uid)
 /* Its question is waited for and thrown away: an answer to a peer that is still asking would be lost. */
 static void turn_away(int fd, const char *why)
 {
-	struct tracer t = { .fd = fd };
+	struct tracer t = { .fd = fd, .only_fd = -1 };
 	struct pollfd p = { .fd = fd, .events = POLLIN };
 
 	(void)poll(&p, 1, REFUSED_WAIT_MS);
@@ -777,7 +786,7 @@ static void accept_one(int listener)
 	} else if (!t) {
 		turn_away(fd, "too many connections to the tracer");
 	} else {
-		*t = (struct tracer){ .fd = fd, .pid = peer.pid };
+		*t = (struct tracer){ .fd = fd, .pid = peer.pid, .only_fd = -1 };
 	}
 }
 
@@ -980,7 +989,7 @@ int main(int argc, char *argv[])
 	if (parse(argc, argv, &path) < 0)
 		return 2;
 	for (size_t i = 0; i < CONNECTIONS; i++)
-		helper.tracers[i].fd = -1;
+		helper.tracers[i] = (struct tracer){ .fd = -1, .only_fd = -1 };
 	libbpf_set_print(print);
 	signal(SIGPIPE, SIG_IGN);
 	if (stat("/proc/self/ns/pid", &st) < 0) { /* not readable any more after dropping root */

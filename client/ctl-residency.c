@@ -123,12 +123,13 @@ static void print_counters(struct ctl *c, const struct residency_view *v)
 			(unsigned long long)v->counters.prefetch_wasted);
 	label(c, "faults");
 	terminal_printf(&c->out,
-			"%llu major faults of compute threads; the kernel took %llu blocks; %llu blocks "
-			"twice in memory; %llu pages left behind\n",
+			"%llu major faults of compute threads; the kernel took %llu blocks; %llu times a "
+			"block was twice in memory; %llu pages left behind%s\n",
 			(unsigned long long)v->counters.compute_major_faults,
 			(unsigned long long)v->counters.kernel_took,
 			(unsigned long long)v->counters.doubled,
-			(unsigned long long)v->counters.left_pages);
+			(unsigned long long)v->counters.left_pages,
+			streq(v->feed, "none") ? " (as far as can be seen: nobody tells)" : "");
 }
 
 static void print_pressure(struct ctl *c, const struct residency_view *v)

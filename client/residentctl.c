@@ -20,7 +20,7 @@ static const char usage_text[] =
 	"  availability              can it answer? exit status 0: yes, 4: no model\n"
 	"  usage                     what you have used since the service started\n"
 	"  residency                 where the model's experts are, layer by layer; what it costs\n"
-	"      --svg FILE            draw every expert (an administrator may)\n"
+	"      --svg FILE            draw every expert (root may, or the service's user)\n"
 	"  top                       the same and more, every second; --interval SECONDS, --once\n"
 	"  trace record              write which experts each token uses; --output FILE, --tokens N\n"
 	"  simulate --trace FILE     replay such a file against eviction policies and Belady's bound\n"

@@ -600,11 +600,15 @@ static int on_accept_oomd(sd_event_source *source, int listen_fd, uint32_t event
 	struct conn *c;
 	int fd;
 
-	(void)source;
 	(void)events;
 	fd = accept4(listen_fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-	if (fd < 0)
+	if (fd < 0) {
+		/* Whoever has no descriptors left looks again at the next notice, not in a loop: that of a minute ago is answered by
+		 * its end. */
+		if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
+			(void)sd_event_source_set_enabled(source, SD_EVENT_ONESHOT);
 		return 0;
+	}
 	if (!is_oomd(fd) || conn_add(d, fd, 0, 0, &c) < 0)
 		close(fd);
 	else

@@ -123,7 +123,10 @@ struct daemon {
 	sd_event_source *budget_timer, *host_idle_timer;
 	uint64_t memory_available, budget_looked_us, budget_told_us, budget_logged_us;
 	uint64_t budget_steps_down, budget_steps_up;
-	bool budget_low; /* it was told that the budget went down */
+	bool pressure_own; /* the notice is of our own control group, not of the machine */
+	uint64_t pressure_logged_us;
+	bool budget_fell; /* it moved down last */
+	bool budget_low;  /* it was told that the budget went down */
 
 	sd_event_source *latency_timer;
 	uint64_t budget_last;    /* what was set last: the engine may have gone below */

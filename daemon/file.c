@@ -50,12 +50,15 @@ static int write_whole(int fd, const char *data, size_t len)
 
 static int write_new(const char *path, const void *data, size_t len, mode_t mode)
 {
-	_cleanup_(closep) int fd =
-		open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC | O_NOCTTY, mode);
+	_cleanup_(closep) int fd = -1;
 
+	/* What was left of a crash, or put there: never opened, since a FIFO would be waited for. */
+	if (unlink(path) < 0 && errno != ENOENT)
+		return -errno;
+	fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NOCTTY, mode);
 	if (fd < 0)
 		return -errno;
-	if (fchmod(fd, mode) < 0) /* whatever the umask is, and what was left of a crash */
+	if (fchmod(fd, mode) < 0) /* whatever the umask is */
 		return -errno;
 	return write_whole(fd, data, len);
 }

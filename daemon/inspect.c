@@ -19,7 +19,7 @@ static bool may_inspect(const struct conn *c)
 	return c->uid == 0 || c->uid == geteuid();
 }
 
-static void ask_engine(struct conn *c, bool blocks)
+static void ask_engine(struct conn *c, bool blocks, bool settle)
 {
 	struct engine_inspect *i = calloc(1, sizeof(*i));
 
@@ -28,6 +28,7 @@ static void ask_engine(struct conn *c, bool blocks)
 		return;
 	}
 	i->want_blocks = blocks;
+	i->settle = settle;
 	i->mail.kind = ENGINE_INSPECT;
 	c->inspect = i;
 	engine_post(c->daemon->engine, &i->mail);
@@ -75,19 +76,19 @@ void inspect_residency(struct conn *c, bool blocks)
 	}
 	if (may_inspect(c))
 		measure_latency(c->daemon);
-	ask_engine(c, blocks);
+	ask_engine(c, blocks, false);
 }
 
 void inspect_last_resort(struct conn *c)
 {
 	pressure_last_resort(c->daemon);
-	ask_engine(c, false); /* answered behind the giving back */
+	ask_engine(c, false, true);
 }
 
 static json_t *budget_json(const struct residency_stats *s)
 {
 	return json_pack("{sI sI sI sI sI sI sI sI sI sI}", "max", (json_int_t)s->budget_bytes,
-			 "configured", (json_int_t)s->budget_configured_bytes, "floor",
+			 "configured", (json_int_t)s->budget_at_load_bytes, "floor",
 			 (json_int_t)s->floor_bytes, "reserve", (json_int_t)s->reserve_bytes,
 			 "trunk", (json_int_t)s->trunk_bytes, "trunk_locked",
 			 (json_int_t)s->trunk_locked_bytes, "fixed", (json_int_t)s->fixed_bytes,

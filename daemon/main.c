@@ -174,8 +174,11 @@ static int take_fds(struct daemon *d, char **names, int n)
 		if (streq(names[i], "model")) {
 			closep(&d->stored_model_fd);
 			d->stored_model_fd = fd;
-		} else if (streq(names[i], "oomd") && d->oomd_fd < 0 &&
-			   sd_is_socket_unix(fd, SOCK_STREAM, 1, NULL, 0) > 0) {
+		} else if (streq(names[i], "oomd")) {
+			if (d->oomd_fd >= 0 || sd_is_socket_unix(fd, SOCK_STREAM, 1, NULL, 0) <= 0) {
+				log_error("socket activation: one listening Unix stream socket named oomd is expected");
+				return -EINVAL;
+			}
 			d->oomd_fd = fd;
 		} else if (d->listen_fd < 0 && sd_is_socket_unix(fd, SOCK_STREAM, 1, NULL, 0) > 0) {
 			d->listen_fd = fd;

@@ -79,17 +79,17 @@ uint64_t pressure_next_budget(uint64_t now, uint64_t want, uint64_t floor, uint6
 
 static void tell_budget(struct daemon *d, uint64_t from, uint64_t to)
 {
-	uint64_t configured = atomic_load(&engine_shared(d->engine)->configured_bytes);
+	uint64_t at_load = atomic_load(&engine_shared(d->engine)->at_load_bytes);
 	bool down = to < from;
 
-	if (down)
-		d->budget_steps_down++;
-	else
-		d->budget_steps_up++;
+	/* One way up or down may take many looks. */
+	if (down != d->budget_fell || d->budget_steps_down + d->budget_steps_up == 0)
+		*(down ? &d->budget_steps_down : &d->budget_steps_up) += 1;
+	d->budget_fell = down;
 	if (!atomic_load(&engine_shared(d->engine)->managed))
 		return; /* all is in the page cache: the kernel's business so far */
 	/* What comes and goes all the time is not worth a line. */
-	if (down && to < configured - configured / GROW_PART && now_us() - d->budget_logged_us > LOG_US) {
+	if (down && to < at_load - at_load / GROW_PART && now_us() - d->budget_logged_us > LOG_US) {
 		d->budget_logged_us = now_us();
 		log_info("memory is short (%" PRIu64 " MB available): the model's budget goes from %" PRIu64
 			 " MB to %" PRIu64 " MB, the coldest experts first",
@@ -114,7 +114,7 @@ static void set_budget(struct daemon *d, uint64_t to)
 	atomic_store(&s->target_bytes, to);
 	d->budget_last = to;
 	tell_budget(d, from, to);
-	if (d->budget_low && to >= atomic_load(&s->configured_bytes)) {
+	if (d->budget_low && to >= atomic_load(&s->at_load_bytes)) {
 		d->budget_low = false;
 		bus_pressure(d, "none");
 		log_info("memory is free again: the model's budget is %" PRIu64 " MB as before",
@@ -125,7 +125,7 @@ static void set_budget(struct daemon *d, uint64_t to)
 		engine_wake(d->engine);
 }
 
-/* Looks once. Returns whether little is left: then a notice of pressure is about what we hold, and not about a group far from here. */
+/* Looks once. Returns whether the machine has little left: if not, a notice of its pressure is about some group far from here. */
 static bool look(struct daemon *d, uint64_t since_us)
 {
 	struct residency_shared *s = engine_shared(d->engine);
@@ -150,7 +150,7 @@ static bool look(struct daemon *d, uint64_t since_us)
 	set_budget(d, pressure_next_budget(now, want, atomic_load(&s->floor_bytes), configured,
 					   grow * MIN(since_us, (uint64_t)LOOK_IDLE_US) / 1000000,
 					   now_us() - d->budget_told_us > CALM_US));
-	return state.available < MAX(2 * reserve, state.total / SCARCE_PART);
+	return state.machine_available < MAX(2 * reserve, state.machine_total / SCARCE_PART);
 }
 
 /* Managed experts, or a model that was told to take less than all of it needs. */
@@ -159,7 +159,7 @@ static bool is_watched(struct daemon *d)
 	struct residency_shared *s = engine_shared(d->engine);
 	uint64_t target = atomic_load(&s->target_bytes);
 
-	return atomic_load(&s->managed) || (target > 0 && target < atomic_load(&s->configured_bytes));
+	return atomic_load(&s->managed) || (target > 0 && target < atomic_load(&s->at_load_bytes));
 }
 
 static int on_look(sd_event_source *source, uint64_t usec, void *arg)
@@ -255,10 +255,14 @@ static int on_pressure(sd_event_source *source, int fd, uint32_t events, void *a
 	if (now_us() - d->pressure_us < INTERVAL_US)
 		return 0;
 	d->pressure_us = now_us();
-	log_info("memory is short: idle conversations give theirs back");
-	engine_shrink(d->engine);
-	if (look(d, 0) && atomic_load(&engine_shared(d->engine)->managed))
-		step_down(d);
+	if (look(d, 0) || d->pressure_own) {
+		if (d->pressure_us - d->pressure_logged_us > LOG_US)
+			log_info("memory is short: idle conversations give theirs back");
+		d->pressure_logged_us = d->pressure_us;
+		engine_shrink(d->engine);
+		if (atomic_load(&engine_shared(d->engine)->managed))
+			step_down(d);
+	}
 	pressure_model_changed(d);
 	return 0;
 }
@@ -295,6 +299,8 @@ void pressure_start(struct daemon *d)
 	if (r < 0)
 		log_warning("cannot see how much memory is free: %s; the model's budget will not move",
 			    strerror(-r));
+	/* What systemd names is of our own control group. */
+	d->pressure_own = getenv("MEMORY_PRESSURE_WATCH") != NULL;
 	fd = open_watch(&events);
 	if (fd < 0) {
 		log_debug("no notice of memory pressure: %s", strerror(-fd));

@@ -39,8 +39,9 @@ struct engine {
 	struct model *model;             /* NULL: none loaded */
 	struct backend *backend;
 	struct residency *residency;
-	struct memory *memory; /* NULL: cannot be seen */
-	uint64_t base_bytes;   /* anonymous memory of the process before any model */
+	struct memory *memory;   /* NULL: cannot be seen */
+	uint64_t faults_at_load; /* major faults of engine and compute threads by then */
+	uint64_t base_bytes;     /* anonymous memory of the process before any model */
 	struct residency_shared shared;
 	bool model_broken;
 	uint64_t n_traced;      /* tokens whose routing was recorded */

@@ -337,6 +337,7 @@ static void install(struct engine *e, struct loaded *l, const struct engine_conf
 	e->threads = c->threads;
 	e->batch_tok = l->batch_tok;
 	e->model_broken = false;
+	e->faults_at_load = l->backend ? backend_cpu_major_faults(l->backend) : 0;
 	e->heat_saved_us = now_us();
 	if (!l->residency)
 		atomic_store(&e->shared.managed, false);
@@ -386,8 +387,10 @@ static void inspect(struct engine *e, struct engine_inspect *i)
 
 	if (!r)
 		return;
+	if (i->settle)
+		residency_settle(r);
 	residency_get_stats(r, &i->stats);
-	i->compute_major_faults = backend_cpu_major_faults(e->backend);
+	i->compute_major_faults = backend_cpu_major_faults(e->backend) - e->faults_at_load;
 	i->layers = calloc(residency_n_layers(r) + 1, sizeof(*i->layers));
 	if (!i->layers)
 		return;

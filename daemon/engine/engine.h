@@ -70,6 +70,7 @@ struct engine_stats {
 struct engine_inspect {
 	struct mail mail;
 	bool want_blocks;
+	bool settle; /* first what the loop said about memory is done */
 	/* result */
 	bool loaded;
 	struct residency_stats stats;

@@ -122,7 +122,7 @@ void disk_job_ended(struct disk *d, struct disk_job *job)
 {
 	struct disk_job *next = chain_remove(d, job);
 
-	job->us = now_us() - job->us;
+	job->us = now_us() - job->begun_us;
 	if (next)
 		make_ready(d, next);
 	disk_queue_push(&d->done, job);
@@ -170,7 +170,7 @@ void disk_submit(struct disk *d, struct disk_job *job)
 	job->bytes = job->left_pages = 0;
 	job->n_ended = 0;
 	job->advised = false;
-	job->us = now_us(); /* when it began, until it ends */
+	job->begun_us = now_us();
 	d->n_in_flight++;
 	pthread_mutex_lock(&d->lock);
 	job->held = chain_append(d, job);

@@ -37,8 +37,8 @@ struct disk_job {
 	/* result */
 	int err;        /* 0, -EIO after three tries, -ENODATA: the file has become too short */
 	uint64_t bytes; /* read from the file, or populated */
-	uint64_t left_pages; /* DISK_EVICT: still in the page cache after the last try */
-	uint64_t us;         /* from the submission to the end */
+	uint64_t left_pages;   /* DISK_EVICT: still in the page cache after the last try */
+	uint64_t begun_us, us; /* now_us() of the submission, and from there to the end */
 	/* disk.c's, while the job is in flight */
 	struct disk_job *next, *chain;
 	uint32_t n_ended;

@@ -632,7 +632,10 @@ static void try_tracer(struct feed *f)
 	}
 	r = open_connection(f->path, &f->fd);
 	if (r < 0) {
-		set_reason(f, "no tracer at %s: %s", f->path, strerror(-r));
+		set_reason(f, "no tracer at %s: %s%s", f->path, strerror(-r),
+			   f->fallback == FEED_NONE
+				   ? "; the file is another user's, whose pages the kernel does not tell"
+				   : "");
 		return lose_for_a_while(f);
 	}
 	r = ask_attach(f);

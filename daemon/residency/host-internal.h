@@ -64,6 +64,7 @@ struct host {
 	uint32_t n_classes;
 	uint64_t bytes, leaving_bytes;
 	uint32_t n_here, n_coming;
+	uint64_t busy_until_us; /* reads up to here are counted in counters.read_us */
 	struct disk_job *arrived, **arrived_end; /* fetches that ended and were not taken */
 	struct host_counters counters;
 };

@@ -346,6 +346,16 @@ static struct disk_job *take_arrived(struct host *h)
 	return job;
 }
 
+/* Reads overlap: time in which several were on their way counts once. They end about in the order in which they are taken. */
+static void count_time(struct host *h, const struct disk_job *job)
+{
+	uint64_t begin = MAX(job->begun_us, h->busy_until_us), end = job->begun_us + job->us;
+
+	if (end > begin)
+		h->counters.read_us += end - begin;
+	h->busy_until_us = MAX(h->busy_until_us, end);
+}
+
 int host_take(struct host *h, bool wait, uint32_t *ret_block, int *ret_err)
 {
 	struct disk_job *job;
@@ -358,7 +368,7 @@ int host_take(struct host *h, bool wait, uint32_t *ret_block, int *ret_err)
 	assert(b->job == job && b->state == HOST_COMING);
 	h->n_coming--;
 	h->counters.bytes_read += job->bytes;
-	h->counters.read_us += job->us;
+	count_time(h, job);
 	*ret_block = job->block;
 	*ret_err = job->err;
 	if (job->err < 0) {

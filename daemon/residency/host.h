@@ -22,7 +22,7 @@ enum host_state { HOST_ABSENT, HOST_COMING, HOST_HERE };
 struct host_counters {
 	uint64_t bytes_read; /* from the file for blocks, widening included */
 	uint64_t blocks_read, blocks_evicted;
-	uint64_t read_us; /* sum over blocks, submission to end */
+	uint64_t read_us; /* with at least one block on its way */
 	uint64_t read_errors;
 	uint64_t left_pages; /* pages of evicted blocks that stayed in the page cache, beyond those shared with a neighbour: of the last
 				     try of each eviction, summed */

@@ -62,8 +62,9 @@ struct residency {
 	uint64_t heat_saved_steps;
 	int heat_error;
 
-	uint64_t budget, configured, floor, reserve;
-	bool small; /* so small that managing it would be a joke */
+	uint64_t budget, at_load, floor, reserve;
+	uint64_t configured; /* the most that the budget may become */
+	bool small;          /* so small that managing it would be a joke */
 	uint64_t trunk_locked, fixed, kv;
 	const char *budget_note;
 	uint64_t refaults_seen, taken_seen;
@@ -91,7 +92,7 @@ struct residency {
 	size_t n_warm;
 
 	/* The step at hand. */
-	bool decode;
+	bool decode, one_row;
 	uint16_t *session_heat;
 	uint64_t step_begun, step_stall;
 
@@ -232,6 +233,7 @@ void residency_publish(struct residency *r)
 {
 	atomic_store(&r->shared->budget_bytes, r->budget);
 	atomic_store(&r->shared->configured_bytes, r->configured);
+	atomic_store(&r->shared->at_load_bytes, r->at_load);
 	atomic_store(&r->shared->floor_bytes, r->floor);
 	atomic_store(&r->shared->locked_bytes, r->trunk_locked);
 	atomic_store(&r->shared->managed, r->host != NULL);
@@ -697,6 +699,7 @@ void residency_step_begin(struct residency *r, size_t n_rows, uint16_t *session_
 {
 	end_layer(r); /* of a step that failed half-way */
 	r->decode = n_rows < PREFILL_ROWS;
+	r->one_row = n_rows == 1;
 	r->session_heat = session_heat;
 	r->recorded = false;
 	r->n_record = 0;
@@ -770,7 +773,8 @@ void residency_step_end(struct residency *r)
 {
 	uint64_t us = now_us() - r->step_begun;
 
-	r->stats.stall_us += r->step_stall;
+	if (r->one_row)
+		r->stats.stall_us += r->step_stall;
 	r->session_heat = NULL;
 	if (!r->host)
 		return;
@@ -799,6 +803,13 @@ bool residency_pump(struct residency *r, bool wait)
 	if (wait && host_take(r->host, true, &block, &err) > 0)
 		arrive(r, block, err);
 	return r->n_warm > 0 || host_n_coming(r->host) > 0;
+}
+
+void residency_settle(struct residency *r)
+{
+	obey(r);
+	if (r->host)
+		host_settle(r->host);
 }
 
 void residency_release(struct residency *r)
@@ -857,13 +868,28 @@ bool residency_recorded(const struct residency *r, uint32_t *ret_n_layers,
 	return true;
 }
 
+/* Of blocks, not of the places that they take. */
+static uint64_t bytes_here(const struct residency *r)
+{
+	uint64_t sum = 0;
+
+	for (uint32_t i = 0; i < r->n_layers; i++) {
+		const struct catalog_layer *l = &r->catalog->layers[r->layers[i]];
+
+		for (uint32_t e = 0; e < l->n_expert; e++)
+			if (host_state(r->host, l->first_block + e) == HOST_HERE)
+				sum += l->block_bytes;
+	}
+	return sum;
+}
+
 void residency_get_stats(const struct residency *r, struct residency_stats *ret)
 {
 	*ret = r->stats;
 	ret->tier = r->tier;
 	ret->policy = r->host ? evict_policy_to_string(r->config.policy) : "none";
 	ret->budget_bytes = r->budget;
-	ret->budget_configured_bytes = r->configured;
+	ret->budget_at_load_bytes = r->at_load;
 	ret->floor_bytes = r->floor;
 	ret->reserve_bytes = r->reserve;
 	ret->trunk_bytes = r->catalog->trunk_bytes;
@@ -876,12 +902,13 @@ void residency_get_stats(const struct residency *r, struct residency_stats *ret)
 	ret->budget_note = r->budget_note;
 	ret->prefetching = r->host && prefetch_read(&r->prefetch);
 	ret->n_host = r->catalog->n_blocks;
-	ret->block_bytes = r->catalog->block_bytes;
+	ret->block_bytes = ret->place_bytes = r->catalog->block_bytes;
 	if (!r->host)
 		return;
 	ret->method = host_method(r->host);
 	ret->n_host = host_n_here(r->host);
-	ret->block_bytes = taken(r);
+	ret->block_bytes = bytes_here(r);
+	ret->place_bytes = taken(r);
 	host_get_counters(r->host, &ret->io);
 }
 
@@ -1049,9 +1076,10 @@ static int set_budget(struct residency *r, struct choose_facts *facts, uint64_t 
 	r->reserve = c->reserve_bytes > 0 ? c->reserve_bytes
 					  : memory_default_reserve(state.machine_total);
 	/* All of it is ours, or the model's that this one takes the place of. */
-	most = memory_budget(&state, memory_anonymous(memory), r->reserve);
-	r->configured = c->budget_bytes > 0 ? c->budget_bytes : most;
-	r->budget = MIN(r->configured, most);
+	most = memory_budget(&state, memory_anonymous(memory) + atomic_load(&r->shared->locked_bytes),
+			     r->reserve);
+	r->configured = c->budget_bytes;
+	r->budget = c->budget_bytes > 0 ? MIN(c->budget_bytes, most) : most;
 	least = r->catalog->trunk_bytes + r->fixed + kv_min;
 	r->floor = least + 2 * (uint64_t)r->model->n_expert_used * r->catalog->block_bytes_max;
 	*facts = (struct choose_facts){
@@ -1061,18 +1089,27 @@ static int set_budget(struct residency *r, struct choose_facts *facts, uint64_t 
 		.available_bytes = state.available,
 	};
 	r->floor = MIN(r->floor, facts->needed_bytes);
+	/* What becomes free later is taken too, unless somebody has set a limit. */
+	if (r->configured == 0)
+		r->configured = MAX(facts->needed_bytes, r->budget);
+	r->at_load = r->budget;
 	return 0;
+}
+
+static uint64_t megabytes(uint64_t bytes)
+{
+	return bytes / 1000000 + (bytes % 1000000 > 0);
 }
 
 static int refuse_budget(const struct residency *r, const char *path, char **ret_error)
 {
 	return fail(ret_error, -ENOSPC,
-		    "%s: needs at least %" PRIu64 " MB of memory (trunk %" PRIu64
-		    ", work and one conversation %" PRIu64
-		    ", experts of one layer twice), but the budget is %" PRIu64
+		    "%s: needs at least %" PRIu64 " MB of memory, %" PRIu64
+		    " MB of them for the trunk and %" PRIu64
+		    " MB for work, one conversation (Context= makes it smaller) and some experts, but the budget is %" PRIu64
 		    " MB (HostBudget=, or what is available less MemoryReserve=)",
-		    path, r->floor / 1000000 + 1, r->catalog->trunk_bytes / 1000000,
-		    (r->floor - r->catalog->trunk_bytes) / 1000000, r->budget / 1000000);
+		    path, megabytes(r->floor), megabytes(r->catalog->trunk_bytes),
+		    megabytes(r->floor - r->catalog->trunk_bytes), r->budget / 1000000);
 }
 
 static int start(struct residency *r, enum residency_tier tier, const atomic_bool *stop, char **ret_error)
@@ -1133,7 +1170,7 @@ int residency_new(const struct model *m, const struct residency_config *c, uint6
 	r->small = facts.needed_bytes <= facts.available_bytes / CHOOSE_SMALL_SHARE;
 	tier = choose_tier(&facts, ret_reason);
 	if (tier == RESIDENCY_UNMANAGED) /* also a toy when memory is short */
-		r->budget = r->configured = MAX(r->budget, facts.needed_bytes);
+		r->budget = r->at_load = r->configured = MAX(r->budget, facts.needed_bytes);
 	err = r->budget < r->floor ? refuse_budget(r, m->path, ret_error)
 				   : start(r, tier, stop, ret_error);
 	if (err < 0) {

@@ -27,9 +27,10 @@ enum residency_tier { RESIDENCY_AUTO, RESIDENCY_UNMANAGED, RESIDENCY_MAPPED, RES
  */
 struct residency_shared {
 	_Atomic uint64_t target_bytes; /* what the loop allows now, of everything; 0: it has not said anything */
-	_Atomic uint64_t locked_bytes; /* of the mapping: nobody can reclaim them */
-	_Atomic uint64_t budget_bytes; /* in force */
-	_Atomic uint64_t configured_bytes, floor_bytes;
+	_Atomic uint64_t locked_bytes;     /* of the mapping: nobody can reclaim them */
+	_Atomic uint64_t budget_bytes;     /* in force */
+	_Atomic uint64_t configured_bytes; /* the most that it may become */
+	_Atomic uint64_t at_load_bytes, floor_bytes;
 	atomic_bool managed; /* the budget can move */
 };
 
@@ -54,17 +55,18 @@ struct residency_stats {
 	const char *method;       /* how blocks are read; static; NULL: unmanaged */
 	const char *policy;
 	uint64_t budget_bytes; /* now */
-	uint64_t budget_configured_bytes, floor_bytes, reserve_bytes;
+	uint64_t budget_at_load_bytes, floor_bytes, reserve_bytes;
 	uint64_t trunk_bytes, trunk_locked_bytes, fixed_bytes, kv_bytes;
-	uint64_t block_bytes;     /* taken by blocks in the host tier */
+	uint64_t block_bytes; /* of the blocks that are in the host tier */
+	uint64_t place_bytes; /* memory that their places take, with what is on its way and rounding */
 	uint64_t block_bytes_all; /* of the model */
 	uint32_t n_blocks, n_host;
 	/* Since the load. hits and misses count (step, layer, expert). */
 	uint64_t hits, misses, prefetch_used, prefetch_wasted, bypassed;
 	uint64_t steps, decode_tok;
-	uint64_t stall_us;       /* the engine waited for the disk */
-	uint64_t kernel_took;    /* blocks that the kernel took back (mapped) */
-	uint64_t doubled;        /* blocks found in the page cache beside the arena */
+	uint64_t stall_us;    /* the engine waited for the disk, in steps of one row */
+	uint64_t kernel_took; /* blocks that the kernel took back (mapped) */
+	uint64_t doubled;     /* times that a block was found in the page cache beside the arena */
 	uint64_t trunk_refaults; /* pages; from the tracer */
 	struct host_counters io;
 	bool prefetching;
@@ -111,6 +113,7 @@ void residency_guess(struct residency *r, uint32_t layer, const uint32_t *expert
 void residency_warm(struct residency *r, const uint16_t *heat);
 /* Moves background reads on and obeys the target; wait: until one has ended. False: there are none. */
 bool residency_pump(struct residency *r, bool wait);
+void residency_settle(struct residency *r); /* obeys the target, and waits until what leaves has left */
 void residency_release(struct residency *r); /* idle for long: all blocks go, the heat stays */
 int residency_save_heat(struct residency *r);
 

@@ -7,6 +7,7 @@
  */
 #include "daemon/engine/graph.h"
 #include "daemon/model/model.h"
+#include "daemon/residency/memory.h"
 #include "daemon/residency/residency.h"
 
 #include <getopt.h>
@@ -29,7 +30,7 @@ static int usage(void)
 		"usage: bench-decode -m MODEL [--tier auto|mapped|arena] [--budget BYTES] [--policy P] [--prefill N] [--batch N] [--warm N]\n"
 		"       [--decode N] [--threads N] [--prefetch auto|off|on] [--feed SOCKET] [--latency] [--fill] [--pairs N]\n"
 		"--fill: all blocks that have room come in first. --pairs: the tokens are decoded in N pairs of runs, one of each\n"
-		"pair without the tracer of --feed; tracer_ratio is the median of without / with.\n");
+		"pair without the tracer of --feed; tracer_ratios are without / with.\n");
 	return 2;
 }
 
@@ -57,6 +58,8 @@ struct bench {
 	/* Every block that decoding wanted, in order. */
 	uint32_t *trace;
 	size_t n_trace, trace_max;
+	/* Of each pair of runs: time with the tracer / without. */
+	double *ratios;
 };
 
 static void note_trace(struct bench *x)
@@ -193,19 +196,15 @@ static void detach(struct bench *x)
 	x->feed = feed_free(x->feed);
 }
 
-static int by_size(const void *a, const void *b)
-{
-	double x = *(const double *)a, y = *(const double *)b;
-
-	return (x > y) - (x < y);
-}
-
 /* One process and one state of everything but the tracer; which of a pair comes first alternates. */
-static int decode_pairs(struct bench *x, double *ret_ratio)
+static int decode_pairs(struct bench *x)
 {
 	size_t n = MAX(x->o.decode / (2 * x->o.pairs), (size_t)1);
-	_cleanup_(freep) double *ratio = calloc(x->o.pairs, sizeof(*ratio));
-	int r = ratio ? 0 : -ENOMEM;
+	int r = 0;
+
+	x->ratios = calloc(x->o.pairs, sizeof(*x->ratios));
+	if (!x->ratios)
+		return -ENOMEM;
 
 	for (size_t i = 0; r == 0 && i < x->o.pairs; i++) {
 		uint64_t us[2], settled;
@@ -223,12 +222,10 @@ static int decode_pairs(struct bench *x, double *ret_ratio)
 				r = decode(x, n, &us[with]);
 		}
 		if (r == 0)
-			ratio[i] = (double)us[true] / (double)us[false];
+			x->ratios[i] = (double)us[true] / (double)us[false];
 	}
 	if (r < 0)
 		return r;
-	qsort(ratio, x->o.pairs, sizeof(*ratio), by_size);
-	*ret_ratio = (ratio[(x->o.pairs - 1) / 2] + ratio[x->o.pairs / 2]) / 2;
 	/* For the report: is it the tracer that was compared? */
 	detach(x);
 	return attach(x);
@@ -245,7 +242,7 @@ static int run(struct bench *x)
 	size_t from, belady = 0;
 	uint64_t us, missed0, faults0, disk0, disk1, n_all;
 	uint32_t capacity;
-	double prefill_speed, reads_max, tracer_ratio = 0;
+	double prefill_speed, reads_max;
 	int r = x->o.fill ? fill(x) : 0;
 
 	if (r < 0)
@@ -259,7 +256,7 @@ static int run(struct bench *x)
 	missed0 = missed_bytes(x);
 	faults0 = backend_cpu_major_faults(x->b);
 	disk0 = disk_bytes();
-	r = x->o.pairs > 0 ? decode_pairs(x, &tracer_ratio) : decode(x, x->o.decode, &us);
+	r = x->o.pairs > 0 ? decode_pairs(x) : decode(x, x->o.decode, &us);
 	if (r < 0)
 		return r;
 	residency_get_stats(x->r, &s1);
@@ -276,7 +273,7 @@ static int run(struct bench *x)
 	       ", \"bypassed\": %" PRIu64 ", \"kernel_took\": %" PRIu64 ", \"doubled\": %" PRIu64
 	       ", \"prefetch_used\": %" PRIu64 ", \"prefetch_wasted\": %" PRIu64 ", \"budget\": %" PRIu64
 	       ", \"fixed\": %" PRIu64 ", \"trunk\": %" PRIu64 ", \"block_bytes\": %" PRIu64
-	       ", \"disk_bytes\": %" PRIu64 ", \"tracer_ratio\": %.4f, \"feed\": \"%s\"}\n",
+	       ", \"disk_bytes\": %" PRIu64 ", \"feed\": \"%s\", \"tracer_ratios\": [",
 	       residency_tier_to_string(s1.tier), s1.method ? s1.method : "none", backend_cpu_isa(x->b),
 	       x->o.pairs > 0 ? 0 : (double)x->o.decode * 1e6 / (double)us, prefill_speed,
 	       reads_max, percent(s1.hits - s0.hits, n_all), percent(belady, x->n_trace - from),
@@ -287,7 +284,10 @@ static int run(struct bench *x)
 	       s1.io.left_pages, s1.bypassed - s0.bypassed, s1.kernel_took - s0.kernel_took,
 	       s1.doubled, s1.prefetch_used - s0.prefetch_used, s1.prefetch_wasted - s0.prefetch_wasted,
 	       s1.budget_bytes, s1.fixed_bytes, s1.trunk_bytes, s1.block_bytes, disk1 - disk0,
-	       tracer_ratio, x->feed ? feed_source_to_string(feed_source(x->feed)) : "none");
+	       x->feed ? feed_source_to_string(feed_source(x->feed)) : "none");
+	for (size_t i = 0; i < x->o.pairs; i++)
+		printf("%s%.4f", i > 0 ? ", " : "", x->ratios[i]);
+	puts("]}");
 	return 0;
 }
 
@@ -297,7 +297,8 @@ static int setup(struct bench *x, char **ret_reason, char **ret_error)
 				      .policy = x->o.policy,
 				      .budget_bytes = x->o.budget,
 				      .prefetch = x->o.prefetch };
-	uint64_t tok, kv;
+	uint64_t tok, kv, held = 0;
+	_cleanup_(memory_closep) struct memory *memory = NULL;
 	size_t scratch;
 	int r = model_load(x->o.model, &x->m, ret_error);
 
@@ -313,7 +314,10 @@ static int setup(struct bench *x, char **ret_reason, char **ret_error)
 	x->trace = malloc((x->trace_max + 1) * sizeof(*x->trace));
 	if (!x->logits || !x->trace)
 		return -ENOMEM;
-	r = residency_new(x->m, &c, scratch + x->m->n_vocab * sizeof(float),
+	/* What the process holds already, the vocabulary above all. */
+	if (memory_open("", &memory) == 0)
+		held = memory_anonymous(memory);
+	r = residency_new(x->m, &c, held + scratch + x->m->n_vocab * sizeof(float),
 			  kv + x->m->recurrent_floats * sizeof(float), &x->shared, NULL, &x->r,
 			  ret_reason, ret_error);
 	if (r == 0)
@@ -412,6 +416,7 @@ int main(int argc, char **argv)
 	residency_free(x.r);
 	feed_free(x.feed);
 	free(x.trace);
+	free(x.ratios);
 	free(x.logits);
 	model_unref(x.m);
 	return r < 0 ? 1 : 0;

@@ -360,6 +360,25 @@ def idle_and_no_room_for_heat():
 
 
 @case
+def a_reload_keeps_the_budget():
+    """What the old model holds was counted against the new one: each reload had less."""
+    with Daemon(conf=ARENA) as daemon:
+        with daemon.client() as c:
+            for _ in range(4):
+                c.call("Send", {"session": c.call("OpenSession", {"keep": True})["session"], **QUESTION})
+        before = residency(daemon)["budget"]
+        for policy in ("lru", "lfu", "clock-lfu"):
+            daemon.write_conf({"Memory": {"HostTier": "arena", "EvictionPolicy": policy}})
+            daemon.process.send_signal(signal.SIGHUP)
+            eventually("the new policy is used", lambda: residency(daemon)["policy"] == policy)
+            daemon.check_alive()
+        after = residency(daemon)["budget"]
+        assert after["fixed"] <= before["fixed"] + (4 << 20), (before, after)
+        assert after["floor"] <= before["floor"] + (4 << 20), (before, after)
+        assert after["max"] >= before["max"] * 9 // 10, (before, after)
+
+
+@case
 def a_reload_keeps_the_heat():
     with tempfile.TemporaryDirectory() as d, Daemon(conf=ARENA, env={"STATE_DIRECTORY": d}) as daemon:
         daemon.check_alive()

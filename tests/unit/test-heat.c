@@ -169,6 +169,23 @@ static void test_many(void **state)
 	assert_memory_equal(a, b, MANY * sizeof(*a));
 }
 
+/* A FIFO in the place of the new file was waited for, for ever. */
+static void test_fifo_in_the_way(void **state)
+{
+	const uint16_t values[2] = { 1, 2 };
+	_cleanup_(freep) char *path = heat_path(dir, 0xf1f0), *new = NULL;
+	uint16_t back[2];
+
+	(void)state;
+	assert_non_null(path);
+	assert_true(asprintf(&new, "%s/.%s.new", dir, strrchr(path, '/') + 1) > 0);
+	assert_int_equal(mkfifo(new, 0600), 0);
+	assert_int_equal(heat_save(path, 0xf1f0, 2, values), 0);
+	assert_int_equal(heat_load(path, 0xf1f0, 2, back), 0);
+	assert_int_equal(back[1], 2);
+	assert_int_equal(access(new, F_OK), -1);
+}
+
 static int make_directory(void **state)
 {
 	(void)state;
@@ -201,10 +218,15 @@ static int remove_directory(void **state)
 int main(void)
 {
 	static const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_path),           cmocka_unit_test(test_format),
-		cmocka_unit_test(test_foreign),        cmocka_unit_test(test_damaged),
-		cmocka_unit_test(test_short_and_long), cmocka_unit_test(test_no_blocks),
-		cmocka_unit_test(test_replaced_whole), cmocka_unit_test(test_many),
+		cmocka_unit_test(test_path),
+		cmocka_unit_test(test_format),
+		cmocka_unit_test(test_foreign),
+		cmocka_unit_test(test_damaged),
+		cmocka_unit_test(test_short_and_long),
+		cmocka_unit_test(test_no_blocks),
+		cmocka_unit_test(test_replaced_whole),
+		cmocka_unit_test(test_many),
+		cmocka_unit_test(test_fifo_in_the_way),
 	};
 
 	return cmocka_run_group_tests_name("heat", tests, make_directory, remove_directory);

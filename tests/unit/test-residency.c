@@ -293,9 +293,9 @@ static void check_state(struct fixture *f)
 	assert_int_equal(hits + misses, f->wanted);
 	assert_int_equal(s.io.read_errors, 0);
 	assert_int_equal(s.io.left_pages, 0);
-	if (s.block_bytes > limit_of(&s))
+	if (s.place_bytes > limit_of(&s))
 		fail_msg("%s: %lu bytes of blocks, allowed are %lu", residency_tier_to_string(s.tier),
-			 (unsigned long)s.block_bytes, (unsigned long)limit_of(&s));
+			 (unsigned long)s.place_bytes, (unsigned long)limit_of(&s));
 }
 
 static void check_heat(const struct fixture *f)
@@ -416,7 +416,7 @@ static void test_bounds_of_the_target(void **state)
 	done(&f);
 	c.budget_bytes = floor + (64 << 20);
 	open_with(&f, &c);
-	assert_int_equal(stats_of(&f).budget_configured_bytes, c.budget_bytes);
+	assert_int_equal(stats_of(&f).budget_at_load_bytes, c.budget_bytes);
 	assert_int_equal(atomic_load(&f.shared.budget_bytes), c.budget_bytes);
 	assert_true(atomic_load(&f.shared.managed));
 	floor = stats_of(&f).floor_bytes;
@@ -474,10 +474,10 @@ static void test_less_room_flushes_nothing(void **state)
 	residency_get_stats(r, &s);
 	assert_int_equal(s.n_host, m->catalog->n_blocks - 1);
 	atomic_store(&shared.target_bytes,
-		     s.trunk_bytes + s.fixed_bytes + s.kv_bytes + s.block_bytes - 1);
+		     s.trunk_bytes + s.fixed_bytes + s.kv_bytes + s.place_bytes - 1);
 	use_layer(r, 7, n, 0);
 	residency_get_stats(r, &s);
-	assert_true(s.block_bytes <= limit_of(&s));
+	assert_true(s.place_bytes <= limit_of(&s));
 	if (s.n_host + piece + 2 < m->catalog->n_blocks)
 		fail_msg("%u of %u blocks are left", s.n_host, m->catalog->n_blocks);
 	residency_free(r);
@@ -544,7 +544,7 @@ static void test_release(void **state)
 		s = stats_of(&f);
 		assert_int_equal(s.n_host, tiers[t] == RESIDENCY_UNMANAGED ? file.c->n_blocks : 0);
 		if (tiers[t] != RESIDENCY_UNMANAGED)
-			assert_int_equal(s.block_bytes, 0);
+			assert_int_equal(s.place_bytes, 0);
 		/* The heat stayed, and brings them back. */
 		atomic_store(&f.shared.target_bytes, PLENTY);
 		(void)residency_pump(f.r, false);
@@ -735,7 +735,7 @@ static void test_become_mapped(void **state)
 	s = stats_of(&f);
 	assert_int_equal(s.tier, RESIDENCY_MAPPED);
 	assert_true(atomic_load(&f.shared.managed));
-	assert_true(s.budget_bytes < s.budget_configured_bytes);
+	assert_true(s.budget_bytes < s.budget_at_load_bytes);
 	for (unsigned i = 0; i < 10; i++) {
 		check_state(&f);
 		random_step(&f);
