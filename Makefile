@@ -128,9 +128,9 @@ $(O)/resident: $(RESIDENT_OBJ) $(O)/obj/daemon/base.o $(O)/libresident.a
 	$(Q)$(LINK) -pie -o $@ $^ $(CLIENT_LIBS) $(EDIT_LIBS)
 
 # The tracer: one object for the kernel, inside the program that loads it. No types of this machine's kernel are built in.
-$(O)/residency.bpf.o: bpf/residency.bpf.c bpf/residency.h bpf/kernel-types.h | $(O)/packages
+$(O)/residency.bpf.o: bpf/residency.bpf.c bpf/residency.h bpf/kernel-types.h $(O)/flags | $(O)/packages
 	$(say) BPF $@
-	$(Q)$(BPF_CLANG) -O2 -g -target bpf -mcpu=v3 -D__TARGET_ARCH_$(BPF_ARCH) -Wall -Wextra -I. -c -o $@ $< && \
+	$(Q)$(BPF_CLANG) -O2 -g -fdebug-compilation-dir=. -target bpf -mcpu=v3 -D__TARGET_ARCH_$(BPF_ARCH) -Wall -Wextra -I. -c -o $@ $< && \
 		$(LLVM_STRIP) -g $@
 
 $(O)/obj/bpf/residentd-bpf.o: EXTRA = -DRESIDENCY_OBJECT='"$(O)/residency.bpf.o"'

@@ -850,10 +850,12 @@ def ctl_status_and_usage(daemon):
         u.ask("-n", *OFF, QUESTION)
         out, err = u.ctl("status")
         lines = dict(re.findall(r"^ *(\w+)  (.*)$", out.decode(), re.M))
-        assert list(lines) == ["state", "model", "context", "work", "speed", "memory", "total", "service"], out
+        assert list(lines) == ["state", "model", "context", "work", "speed", "memory", "experts", "budget", "total",
+                               "service"], out
         assert err == "", err
         assert lines["state"] == "available" and lines["model"].startswith(NAME), lines
         assert str(daemon.pid) in lines["service"], lines
+        assert lines["experts"].startswith("unmanaged: "), lines
         assert one_line(u.ctl("--json", "status")[0])["pid"] == daemon.pid
         assert u.ctl("availability") == (f"available: {NAME}\n".encode(), "")
         assert one_line(u.ctl("availability", "--json")[0])["state"] == "available"

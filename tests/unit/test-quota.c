@@ -628,9 +628,9 @@ static void unwritable_files_leave_counting(void **state)
 	assert_int_equal(symlink(at("victim"), at(".q.new")), 0);
 	q = open_file("q", now, NULL);
 	quota_add(q, 1, 5, now);
-	assert_int_equal(quota_save(q), -ELOOP);
+	assert_int_equal(quota_save(q), 0);
 	assert_file("victim", "safe");
-	assert_int_equal(quota_save(q), 0); /* the failure removed it */
+	assert_file("q", "residentd-quota 1 2026-11-30\n1 5\n");
 	quota_close(q);
 	write_file(".q.new", "residentd-quota 1 20");
 	q = open_file("q", now, NULL);
