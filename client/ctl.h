@@ -26,8 +26,9 @@ struct ctl {
 	bool json, force, make_default, special, runtime;
 	const char *name, *who, *why, *root, *bytes;  /* NULL: not given */
 	const char *svg, *output, *tokens, *interval; /* residency, trace record, top */
-	const char *trace_file, *experts, *fractions, *policy, *skip; /* simulate */
-	bool once;                                                    /* top */
+	const char *trace_file, *experts, *fractions, *policy, *skip; /* simulate; plan: the first */
+	const char *shape, *vram, *ram, *vram_bw, *pcie, *mem, *disk, *flops, *context_text; /* plan */
+	bool once; /* top */
 };
 
 enum exit_code ctl_usage_error(struct ctl *c, const char *what);
@@ -64,5 +65,6 @@ enum exit_code ctl_residency(struct ctl *c);
 enum exit_code ctl_trace_record(struct ctl *c);
 enum exit_code ctl_top(struct ctl *c);
 
-/* ctl-simulate.c: without a service. */
+/* ctl-simulate.c, ctl-plan.c: without a service. */
 enum exit_code ctl_simulate(struct ctl *c);
+enum exit_code ctl_plan(struct ctl *c);

@@ -25,6 +25,9 @@ static const char usage_text[] =
 	"  trace record              write which experts each token uses; --output FILE, --tokens N\n"
 	"  simulate --trace FILE     replay such a file against eviction policies and Belady's bound\n"
 	"      --experts E, --fraction F[,F...], --policy P, --skip STEPS\n"
+	"  plan NAME|FILE            predict speed and memory of a model, here or on a machine with\n"
+	"      --vram 8G, --ram 11.5G, --mem 40G/s, --disk 3G/s, --pcie 12.6G/s, --vram-bw 448G/s, --flops 5T/s\n"
+	"      --context N, --trace FILE; --shape NAME: a model that is not at hand\n"
 	"  sessions                  your open sessions; an administrator sees all\n"
 	"  holds                     who keeps the model loaded, or the GPU free\n"
 	"  hold [-- COMMAND...]      keep the model loaded while COMMAND runs, or until Ctrl-C\n"
@@ -293,6 +296,7 @@ static const struct command {
 	{ "top", NULL, 0, 0, true, ctl_top },
 	{ "trace", "record", 0, 0, true, ctl_trace_record },
 	{ "simulate", NULL, 0, 0, false, ctl_simulate },
+	{ "plan", NULL, 0, 1, false, ctl_plan },
 	{ "sessions", NULL, 0, 0, false, ctl_bus_sessions },
 	{ "holds", NULL, 0, 0, false, ctl_bus_holds },
 	{ "hold", NULL, 0, ANY, false, ctl_bus_hold },
@@ -354,7 +358,16 @@ int main(int argc, char **argv)
 		OPT_EXPERTS,
 		OPT_FRACTION,
 		OPT_POLICY,
-		OPT_SKIP
+		OPT_SKIP,
+		OPT_SHAPE,
+		OPT_VRAM,
+		OPT_RAM,
+		OPT_VRAM_BW,
+		OPT_PCIE,
+		OPT_MEM,
+		OPT_DISK,
+		OPT_FLOPS,
+		OPT_CONTEXT
 	};
 	static const struct option options[] = {
 		{ "json", no_argument, NULL, OPT_JSON },
@@ -377,6 +390,15 @@ int main(int argc, char **argv)
 		{ "fraction", required_argument, NULL, OPT_FRACTION },
 		{ "policy", required_argument, NULL, OPT_POLICY },
 		{ "skip", required_argument, NULL, OPT_SKIP },
+		{ "shape", required_argument, NULL, OPT_SHAPE },
+		{ "vram", required_argument, NULL, OPT_VRAM },
+		{ "ram", required_argument, NULL, OPT_RAM },
+		{ "vram-bw", required_argument, NULL, OPT_VRAM_BW },
+		{ "pcie", required_argument, NULL, OPT_PCIE },
+		{ "mem", required_argument, NULL, OPT_MEM },
+		{ "disk", required_argument, NULL, OPT_DISK },
+		{ "flops", required_argument, NULL, OPT_FLOPS },
+		{ "context", required_argument, NULL, OPT_CONTEXT },
 		{ "help", no_argument, NULL, 'h' },
 		{ "version", no_argument, NULL, 'V' },
 		{},
@@ -411,6 +433,15 @@ int main(int argc, char **argv)
 		case OPT_FRACTION: c.fractions = optarg; break;
 		case OPT_POLICY: c.policy = optarg; break;
 		case OPT_SKIP: c.skip = optarg; break;
+		case OPT_SHAPE: c.shape = optarg; break;
+		case OPT_VRAM: c.vram = optarg; break;
+		case OPT_RAM: c.ram = optarg; break;
+		case OPT_VRAM_BW: c.vram_bw = optarg; break;
+		case OPT_PCIE: c.pcie = optarg; break;
+		case OPT_MEM: c.mem = optarg; break;
+		case OPT_DISK: c.disk = optarg; break;
+		case OPT_FLOPS: c.flops = optarg; break;
+		case OPT_CONTEXT: c.context_text = optarg; break;
 		case 'h':
 			terminal_write(&c.out, usage_text, strlen(usage_text));
 			return (int)report_output(&c.err, PROGRAM, &c.out, EXIT_OK);

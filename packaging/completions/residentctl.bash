@@ -16,7 +16,8 @@ _residentctl_words()
 			return
 			;;
 		--who | --why | --bytes | --root | --name | --svg | --output | --tokens | --interval | --trace | --experts | \
-			--fraction | --policy | --skip) ((i++)) ;;
+			--fraction | --policy | --skip | --shape | --vram | --ram | --vram-bw | --pcie | --mem | --disk | --flops | \
+			--context) ((i++)) ;;
 		-*) ;;
 		*) words+=("${COMP_WORDS[i]}") ;;
 		esac
@@ -43,7 +44,12 @@ _residentctl()
 		mapfile -t COMPREPLY < <(compgen -f -- "$cur")
 		return
 		;;
-	--who | --why | --bytes | --name | --tokens | --interval | --experts | --fraction | --policy | --skip) return ;;
+	--shape)
+		mapfile -t COMPREPLY < <(compgen -W qwen35moe-35b-a3b-q4_k_m -- "$cur")
+		return
+		;;
+	--who | --why | --bytes | --name | --tokens | --interval | --experts | --fraction | --policy | --skip | --vram | --ram | \
+		--vram-bw | --pcie | --mem | --disk | --flops | --context) return ;;
 	esac
 	if [[ $cur == -* ]]; then
 		list='--json --help --version'
@@ -59,18 +65,19 @@ _residentctl()
 		'top '*) list+=' --interval --once' ;;
 		'trace record') list+=' --output --tokens --force' ;;
 		'simulate '*) list+=' --trace --experts --fraction --policy --skip' ;;
+		'plan '*) list+=' --vram --ram --mem --disk --pcie --vram-bw --flops --context --trace --shape' ;;
 		'tokenize '*) list+=' --special' ;;
 		esac
 		mapfile -t COMPREPLY < <(compgen -W "$list" -- "$cur")
 		return
 	fi
 	case ${#words[@]}:${words[0]}:${words[1]} in
-	0:*) list='status availability usage sessions holds hold yield-gpu model policy config residency top trace simulate reload tokenize interface' ;;
+	0:*) list='status availability usage sessions holds hold yield-gpu model policy config residency top trace simulate plan reload tokenize interface' ;;
 	1:model:) list='list add show default remove load unload' ;;
 	1:policy:) list='show set check' ;;
 	1:config:) list='check' ;;
 	1:trace:) list='record' ;;
-	2:model:add | 2:model:show) mapfile -t COMPREPLY < <(compgen -f -X '!*.gguf' -- "$cur"; compgen -d -- "$cur") ;;
+	1:plan: | 2:model:add | 2:model:show) mapfile -t COMPREPLY < <(compgen -f -X '!*.gguf' -- "$cur"; compgen -d -- "$cur") ;;
 	2:policy:show | 2:policy:set) mapfile -t COMPREPLY < <(compgen -u -- "$cur") ;;
 	[3-9]:policy:set)
 		compopt -o nospace 2>/dev/null
