@@ -74,8 +74,8 @@ LINK = $(CC) $(BASE_LDFLAGS) $(CFLAGS) $(LDFLAGS)
 
 # ---- what is built from what ----
 
-LIB_SRC := $(filter-out daemon/main.c,$(wildcard daemon/*.c daemon/model/*.c daemon/engine/*.c daemon/residency/*.c kernels/cpu/*.c))
-LIB_OBJ := $(LIB_SRC:%.c=$(O)/obj/%.o)
+LIB_SRC := $(filter-out daemon/main.c,$(wildcard daemon/*.c daemon/model/*.c daemon/engine/*.c daemon/residency/*.c kernels/cpu/*.c kernels/cuda/*.c))
+LIB_OBJ := $(LIB_SRC:%.c=$(O)/obj/%.o) $(O)/obj/kernels/cuda/images.o
 CLIENT_LIB_SRC := client/libresident.c client/wire.c daemon/varlink.c daemon/errors.c daemon/base.c
 CLIENT_LIB_OBJ := $(CLIENT_LIB_SRC:%.c=$(O)/pic/%.o)
 CONTROL_OBJ := $(patsubst %,$(O)/pic/%.o,client/control daemon/errors daemon/base)
@@ -105,6 +105,8 @@ UNITS := $(O)/residentd.service $(O)/residentd-import@.service $(O)/residentd-bp
 SYSTEMD_VERSION ?= $(call lazy,SYSTEMD_VERSION,--modversion libsystemd)
 DROPINS = $(foreach f,$(wildcard units/residentd.service.d/*.conf),$(shell \
 	[ $(firstword $(subst -, ,$(notdir $(f)))) -le "$(firstword $(subst ., ,$(SYSTEMD_VERSION)))" ] && echo $(f)))
+
+include kernels/cuda/rules.mk
 
 .PHONY: all
 all: $(PROGRAMS) $(LIBRARIES) $(UNITS)
@@ -279,6 +281,10 @@ integration integration-vm: $(O)/tests/unit/test-feed
 # The tracer on another kernel than this one: a container has this one, and no right to trace.
 	@[ $(BOOT) != boot-vm ] || O=$(O) tests/sys/boot/feed boot-vm || [ $$? -eq 77 ]
 
+.PHONY: cuda
+cuda:
+	+@$(MAKE) CUDA=yes $(O)/obj/kernels/cuda/images.o
+
 # bench-decode and hog are parts of bench-residency.
 .PHONY: bench bench-residency fuzz
 bench: $(filter-out %/bench-decode %/hog,$(BENCH))
@@ -405,6 +411,7 @@ help:
 	@echo 'make integration  the service on a real systemd in a container; integration-vm: in a virtual machine (root)'
 	@echo 'make parity       compare the engine with an independent implementation'
 	@echo 'make fuzz         each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS) with clang libFuzzer (build/fuzz)'
+	@echo 'make cuda         the GPU kernels for real cards (nvcc); their tests run without, on an emulated driver'
 	@echo 'make bench        micro-benchmarks: tokenizer, kernels'
 	@echo 'make bench-residency  less memory than the model has, beside llama.cpp (root, minutes; needs the peer, see tests/parity/setup)'
 	@echo 'make deps         install the packages that building, testing and developing need'
@@ -415,6 +422,6 @@ help:
 	@echo 'make clean        remove $(O)/'
 	@echo
 	@echo 'Variables: O V=1 CC CFLAGS LDFLAGS SANITIZE=address,undefined WERROR=1 PREFIX DESTDIR LIBDIR FUZZ_SECONDS TEST_TIMEOUT'
-	@echo 'This version computes on the CPU; CUDA is not part of it, so no toolkit for it is looked for.'
+	@echo 'This version computes on the CPU; the GPU kernels are not part of the daemon yet.'
 
 -include $(shell find $(O)/obj $(O)/pic -name '*.d' 2>/dev/null)
