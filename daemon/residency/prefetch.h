@@ -3,7 +3,7 @@
  * prefetch.h: whether guessing the next layer's experts pays. Pure: fed with what happened, no clock of its own.
  *
  * Owned by residency.c. A guess costs a router product a layer and, when wrong, a read that delays a right one; so it is used only where
- * the disk is the bottleneck (steps wait for it a tenth of the time), guesses prove right often enough in rare trial
+ * the disk is the bottleneck (steps wait for it a tenth of the time), guesses prove right nineteen times in twenty in rare trial
  * steps without reads, and then steps with reads ahead measure faster than steps without.
  */
 #pragma once

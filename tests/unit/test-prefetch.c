@@ -21,13 +21,13 @@ static unsigned steps(struct prefetch *p, unsigned n, uint64_t us, uint64_t stal
 	return switched;
 }
 
-/* The disk is the bottleneck, and of 100 guesses 80 were right: a trial begins. */
+/* The disk is the bottleneck, and of 100 guesses 96 were right: a trial begins. */
 static struct prefetch in_trial(void)
 {
 	struct prefetch p;
 
 	prefetch_init(&p, -1);
-	prefetch_judge(&p, 100, 80);
+	prefetch_judge(&p, 100, 96);
 	assert_int_equal(steps(&p, WINDOW - 1, 1000, 200), 0);
 	assert_int_equal(p.phase, PREFETCH_OFF);
 	assert_int_equal(steps(&p, 1, 1000, 200), 0);
@@ -108,7 +108,7 @@ static void test_trial_is_lost(void **state)
 	/* Not again before new guesses have been made: the old ones are forgotten. */
 	assert_int_equal(steps(&p, 10 * WINDOW, 1000, 200), 0);
 	assert_int_equal(p.phase, PREFETCH_OFF);
-	prefetch_judge(&p, 64, 32);
+	prefetch_judge(&p, 64, 62);
 	assert_int_equal(steps(&p, WINDOW, 1000, 200), 0);
 	assert_int_equal(p.phase, PREFETCH_TRIAL_OFF);
 }
@@ -121,9 +121,12 @@ static void test_not_worth_a_trial(void **state)
 		bool trial;
 	} cases[] = {
 		{ 100, 100, 100, false }, /* no more than 10 % of the time is waiting */
-		{ 101, 100, 100, true },  { 900, 100, 49, false }, /* more wrong than right */
-		{ 900, 100, 50, true },   { 900, 63, 63, false },  /* too few to tell */
-		{ 900, 64, 64, true },    { 900, 0, 0, false },
+		{ 101, 100, 100, true },
+		{ 900, 100, 94, false }, /* too many would be read for nothing */
+		{ 900, 100, 95, true },
+		{ 900, 63, 63, false }, /* too few to tell */
+		{ 900, 64, 64, true },
+		{ 900, 0, 0, false },
 	};
 
 	(void)state;
@@ -148,6 +151,22 @@ static void test_windows_are_apart(void **state)
 	assert_int_equal(steps(&p, WINDOW, 1000, 900), 0);
 	prefetch_judge(&p, 100, 100);
 	assert_int_equal(steps(&p, WINDOW, 1000, 0), 0);
+	assert_int_equal(p.phase, PREFETCH_OFF);
+}
+
+/* What was right when it was tried may be wrong in another conversation: it stops in the next window, not at the next verdict. */
+static void test_wrong_while_on(void **state)
+{
+	struct prefetch p = in_trial();
+
+	(void)state;
+	assert_int_equal(steps(&p, WINDOW, 1000, 200), 1);
+	assert_int_equal(steps(&p, WINDOW, 900, 100), 0);
+	assert_int_equal(p.phase, PREFETCH_ON);
+	assert_int_equal(steps(&p, WINDOW, 900, 100), 0);
+	prefetch_judge(&p, 100, 50);
+	assert_int_equal(steps(&p, WINDOW - 1, 900, 100), 0);
+	assert_int_equal(steps(&p, 1, 900, 100), 1);
 	assert_int_equal(p.phase, PREFETCH_OFF);
 }
 
@@ -177,6 +196,7 @@ int main(void)
 		cmocka_unit_test(test_trial_is_lost),
 		cmocka_unit_test(test_not_worth_a_trial),
 		cmocka_unit_test(test_windows_are_apart),
+		cmocka_unit_test(test_wrong_while_on),
 		cmocka_unit_test(test_guesses_age),
 	};
 
