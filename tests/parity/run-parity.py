@@ -56,7 +56,7 @@ def skip(reason):
 
 
 def build_tools(build):
-    libs = ["-lsystemd", "-lpcre2-8", "-ljansson", "-lm", "-pthread"]
+    libs = ["-lsystemd", "-lpcre2-8", "-ljansson", "-luring", "-lm", "-pthread"]
     tools = {"residentd-logits": [os.path.join(build, "libresidentd.a")] + libs, "compare-logits": ["-lm"]}
     out = os.path.join(build, "tests", "parity")
     os.makedirs(out, exist_ok=True)
