@@ -551,35 +551,37 @@ static int on_accept_resume(sd_event_source *source, uint64_t usec, void *arg)
 	(void)usec;
 	if (d->listen_source)
 		(void)sd_event_source_set_enabled(d->listen_source, SD_EVENT_ON);
+	if (d->oomd_source)
+		(void)sd_event_source_set_enabled(d->oomd_source, SD_EVENT_ON);
 	return 0;
+}
+
+/* -1: nobody is there, or there is no room for him: he stays in the backlog of `source`, which would wake us at once again, and rests for a
+ * second. */
+static int accept_from(struct daemon *d, sd_event_source *source, int listen_fd)
+{
+	int fd = accept4(listen_fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+
+	if (fd >= 0 || (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS))
+		return fd;
+	log_warning("cannot accept a connection: %s, trying again in a second", strerror(errno));
+	(void)sd_event_source_set_enabled(source, SD_EVENT_OFF);
+	d->accept_pause = sd_event_source_disable_unref(d->accept_pause);
+	if (sd_event_add_time_relative(d->event, &d->accept_pause, CLOCK_MONOTONIC, 1000000, 0,
+				       on_accept_resume, d) < 0)
+		(void)sd_event_source_set_enabled(source, SD_EVENT_ON);
+	return -1;
 }
 
 static int on_accept(sd_event_source *source, int listen_fd, uint32_t events, void *arg)
 {
 	struct daemon *d = arg;
+	int fd;
 
-	(void)source;
 	(void)events;
-	for (int i = 0; i < 64; i++) {
-		int fd = accept4(listen_fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-
-		if (fd < 0) {
-			if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS)
-				return 0;
-			/* The connection stays in the backlog and would wake us at once again. */
-			log_warning("cannot accept a connection: %s, trying again in a second",
-				    strerror(errno));
-			(void)sd_event_source_set_enabled(d->listen_source, SD_EVENT_OFF);
-			sd_event_source_disable_unref(d->accept_pause);
-			d->accept_pause = NULL;
-			if (sd_event_add_time_relative(d->event, &d->accept_pause, CLOCK_MONOTONIC,
-						       1000000, 0, on_accept_resume, d) < 0)
-				(void)sd_event_source_set_enabled(d->listen_source, SD_EVENT_ON);
-			return 0;
-		}
+	for (int i = 0; i < 64 && (fd = accept_from(d, source, listen_fd)) >= 0; i++)
 		if (conn_new(d, fd) < 0)
 			close(fd);
-	}
 	return 0;
 }
 
@@ -597,18 +599,12 @@ static bool is_oomd(int fd)
 static int on_accept_oomd(sd_event_source *source, int listen_fd, uint32_t events, void *arg)
 {
 	struct daemon *d = arg;
+	int fd = accept_from(d, source, listen_fd);
 	struct conn *c;
-	int fd;
 
 	(void)events;
-	fd = accept4(listen_fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-	if (fd < 0) {
-		/* Whoever has no descriptors left looks again at the next notice, not in a loop: that of a minute ago is answered by
-		 * its end. */
-		if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
-			(void)sd_event_source_set_enabled(source, SD_EVENT_ONESHOT);
+	if (fd < 0)
 		return 0;
-	}
 	if (!is_oomd(fd) || conn_add(d, fd, 0, 0, &c) < 0)
 		close(fd);
 	else

@@ -5,6 +5,7 @@ and the budget that gives way to others, in a memory control group where one can
 import contextlib
 import json
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -297,6 +298,14 @@ def everything_goes_before_somebody_is_killed():
                 left = d.rss_anon()
                 given = before["blocks"] - residency(d)["budget"]["blocks"]
                 assert left <= held - given // 2, (held, left, given)
+            # Without a descriptor left for it, it is answered when there is one, and the service does not spin meanwhile.
+            limits = resource.prlimit(d.pid, resource.RLIMIT_NOFILE, (d.n_fds(), resource.prlimit(d.pid, resource.RLIMIT_NOFILE)[1]))
+            with Client(paths[1]) as c:
+                c.send(NOTIFY, {"cgroup": "/"})
+                eventually("it says why", lambda: "cannot accept a connection" in d.log())
+                resource.prlimit(d.pid, resource.RLIMIT_NOFILE, limits)
+                assert c.reply() == ({}, False)
+            assert d.log().count("cannot accept a connection") < 10
             after = residency(d)["budget"]
             assert after["max"] == after["floor"] and after["blocks"] < before["blocks"], (before, after)
             with d.client() as c:
