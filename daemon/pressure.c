@@ -89,14 +89,15 @@ static void tell_budget(struct daemon *d, uint64_t from, uint64_t to)
 	if (!atomic_load(&engine_shared(d->engine)->managed))
 		return; /* all is in the page cache: the kernel's business so far */
 	/* What comes and goes all the time is not worth a line. */
-	if (down && to < at_load - at_load / GROW_PART && now_us() - d->budget_logged_us > LOG_US) {
+	if (down && to < at_load - at_load / GROW_PART && !d->budget_low) {
+		d->budget_low = true;
+		bus_pressure(d, "some");
+	}
+	if (down && d->budget_low && now_us() - d->budget_logged_us > LOG_US) {
 		d->budget_logged_us = now_us();
 		log_info("memory is short (%" PRIu64 " MB available): the model's budget goes from %" PRIu64
 			 " MB to %" PRIu64 " MB, the coldest experts first",
 			 d->memory_available / 1000000, from / 1000000, to / 1000000);
-		if (!d->budget_low)
-			bus_pressure(d, "some");
-		d->budget_low = true;
 	}
 	if (down)
 		d->budget_told_us = now_us();
@@ -153,13 +154,9 @@ static bool look(struct daemon *d, uint64_t since_us)
 	return state.machine_available < MAX(2 * reserve, state.machine_total / SCARCE_PART);
 }
 
-/* Managed experts, or a model that was told to take less than all of it needs. */
-static bool is_watched(struct daemon *d)
+static bool is_managed(struct daemon *d)
 {
-	struct residency_shared *s = engine_shared(d->engine);
-	uint64_t target = atomic_load(&s->target_bytes);
-
-	return atomic_load(&s->managed) || (target > 0 && target < atomic_load(&s->at_load_bytes));
+	return d->model && atomic_load(&engine_shared(d->engine)->managed);
 }
 
 static int on_look(sd_event_source *source, uint64_t usec, void *arg)
@@ -172,7 +169,7 @@ static int on_look(sd_event_source *source, uint64_t usec, void *arg)
 	d->budget_looked_us = now;
 	/* When it had no request, the engine has told nobody that it manages experts now. */
 	inspect_follow_model(d, d->model);
-	if (!is_watched(d)) {
+	if (!is_managed(d)) {
 		d->budget_timer = sd_event_source_disable_unref(d->budget_timer);
 		return 0;
 	}
@@ -204,18 +201,22 @@ void pressure_last_resort(struct daemon *d)
 		set_budget(d, atomic_load(&s->floor_bytes));
 }
 
-void pressure_model_changed(struct daemon *d)
+static void look_soon(struct daemon *d)
 {
-	bool watched = d->model && is_watched(d);
-
-	if (!watched)
-		d->budget_timer = sd_event_source_disable_unref(d->budget_timer);
-	if (!watched || d->budget_timer || !d->memory)
+	if (d->budget_timer || !d->memory)
 		return;
 	d->budget_looked_us = now_us();
 	if (sd_event_add_time_relative(d->event, &d->budget_timer, CLOCK_MONOTONIC, LOOK_BUSY_US,
 				       10000, on_look, d) < 0)
 		log_warning("no memory for a timer: the model's budget will not move");
+}
+
+void pressure_model_changed(struct daemon *d)
+{
+	if (is_managed(d))
+		look_soon(d);
+	else
+		d->budget_timer = sd_event_source_disable_unref(d->budget_timer);
 }
 
 static int on_host_idle(sd_event_source *source, uint64_t usec, void *arg)
@@ -260,10 +261,11 @@ static int on_pressure(sd_event_source *source, int fd, uint32_t events, void *a
 			log_info("memory is short: idle conversations give theirs back");
 		d->pressure_logged_us = d->pressure_us;
 		engine_shrink(d->engine);
-		if (atomic_load(&engine_shared(d->engine)->managed))
+		if (is_managed(d))
 			step_down(d);
 	}
-	pressure_model_changed(d);
+	/* The engine may begin to manage experts now: one look, and more if it has. */
+	look_soon(d);
 	return 0;
 }
 

@@ -82,7 +82,7 @@ struct engine_inspect {
 };
 void engine_inspect_free(struct engine_inspect *i);
 
-/* The feed of the loaded model; NULL: the old one is about to be freed. Comes back as EVENT_INSPECTED does not: it is freed by the engine. */
+/* The feed of the loaded model. Freed by the engine. */
 struct engine_feed {
 	struct mail mail;
 	const struct feed *feed;

@@ -612,7 +612,7 @@ static void test_warm_start(void **state)
 	remove_state_dir(dir);
 }
 
-/* A conversation's heat brings its experts in, behind what is asked for now. */
+/* A conversation's heat brings its experts in, behind what this layer asks for. */
 static void test_warm_from_session(void **state)
 {
 	struct fixture f;
