@@ -65,6 +65,7 @@ struct backend_cpu {
 	struct pool *pool;
 	struct residency *residency; /* NULL: all weights are where the mapping says */
 	struct route route;
+	const struct backend_batch *batch; /* at hand */
 	char *arena;
 	size_t arena_bytes, used, top;
 	struct {
@@ -154,13 +155,27 @@ static float *cpu_scratch(struct backend *b, size_t n_floats)
 	return p;
 }
 
-static void cpu_scratch_reset(struct backend *b)
+static const struct kv_memory *cpu_memory(struct backend *b)
+{
+	(void)b;
+	return &kv_memory_host;
+}
+
+static int cpu_begin(struct backend *b, const struct backend_batch *batch)
+{
+	cpu_of(b)->batch = batch;
+	return 0;
+}
+
+static int cpu_end(struct backend *b, int r)
 {
 	struct backend_cpu *c = cpu_of(b);
 
 	c->used = 0;
 	c->route.p = NULL;
+	c->batch = NULL;
 	drop_kept(c);
+	return r;
 }
 
 static void run(struct backend_cpu *c, size_t n, void (*fn)(void *arg, size_t i, unsigned thread),
@@ -301,6 +316,13 @@ static int cpu_matmul(struct backend *b, const struct gguf_tensor *w, const floa
 	return 0;
 }
 
+static int cpu_matmul_out(struct backend *b, const struct gguf_tensor *w, const float *x)
+{
+	const struct backend_batch *batch = cpu_of(b)->batch;
+
+	return cpu_matmul(b, w, x, batch->n_out, batch->logits);
+}
+
 struct embed_job {
 	const struct backend_cpu *c;
 	const struct gguf_tensor *w;
@@ -319,16 +341,16 @@ static void embed_piece(void *arg, size_t i, unsigned thread)
 				     j->y + i * width, width);
 }
 
-static int cpu_embed(struct backend *b, const struct gguf_tensor *w, const int32_t *ids,
-		     size_t n_tok, float *y)
+static int cpu_embed(struct backend *b, const struct gguf_tensor *w, float *y)
 {
 	struct backend_cpu *c = cpu_of(b);
-	struct embed_job j = { .c = c, .w = w, .ids = ids, .y = y };
+	const struct backend_batch *batch = c->batch;
+	struct embed_job j = { .c = c, .w = w, .ids = batch->ids, .y = y };
 
 	drop_kept(c);
-	for (size_t i = 0; i < n_tok; i++)
-		assert(ids[i] >= 0 && (uint64_t)ids[i] < w->ne[1]);
-	run(c, n_tok, embed_piece, &j);
+	for (size_t i = 0; i < batch->n_rows; i++)
+		assert(j.ids[i] >= 0 && (uint64_t)j.ids[i] < w->ne[1]);
+	run(c, batch->n_rows, embed_piece, &j);
 	return 0;
 }
 
@@ -506,10 +528,11 @@ static void rope_piece(void *arg, size_t i, unsigned thread)
 		j->c->k->rope_neox(x + h * j->dim, cs, j->n_rot);
 }
 
-static int cpu_rope(struct backend *b, float *x, size_t stride, const struct backend_span *spans,
-		    size_t n_spans, size_t n_head, size_t dim, size_t n_rot, float freq_base)
+static int cpu_rope(struct backend *b, float *x, size_t stride, size_t n_head, size_t dim,
+		    size_t n_rot, float freq_base)
 {
 	struct backend_cpu *c = cpu_of(b);
+	const struct backend_span *spans = c->batch->spans;
 	float *freq;
 
 	drop_kept(c);
@@ -518,7 +541,7 @@ static int cpu_rope(struct backend *b, float *x, size_t stride, const struct bac
 		return -ENOMEM;
 	for (size_t k = 0; k < n_rot / 2; k++)
 		freq[k] = (float)pow((double)freq_base, -2.0 * (double)k / (double)n_rot);
-	for (size_t s = 0; s < n_spans; s++) {
+	for (size_t s = 0; s < c->batch->n_spans; s++) {
 		struct rope_job j = { .c = c,
 				      .span = &spans[s],
 				      .x = x,
@@ -551,6 +574,7 @@ struct attn_span {
 struct attn_job {
 	const struct backend_cpu *c;
 	const struct backend_attn *p;
+	const struct kv_arena *arena;
 	const struct attn_span *spans;
 	const size_t *span_of_row;
 	const float *q, *k, *v;
@@ -583,9 +607,9 @@ static void store_piece(void *arg, size_t row, unsigned thread)
 	for (uint32_t h = 0; h < j->p->n_head_kv; h++) {
 		size_t at = row * j->p->n_head_kv + h;
 
-		store_row(j, kv_k(j->p->arena, page, j->p->kv_layer, h), pos % KV_PAGE_TOK,
+		store_row(j, kv_k(j->arena, page, j->p->kv_layer, h), pos % KV_PAGE_TOK,
 			  j->p->k_dim, j->k + at * j->p->k_dim);
-		store_row(j, kv_v(j->p->arena, page, j->p->kv_layer, h), pos % KV_PAGE_TOK,
+		store_row(j, kv_v(j->arena, page, j->p->kv_layer, h), pos % KV_PAGE_TOK,
 			  j->p->v_dim, j->v + at * j->p->v_dim);
 	}
 }
@@ -630,9 +654,9 @@ static int attn_prepare(struct backend_cpu *c, struct attn_job *j, const struct 
 			for (size_t p = 0; p < as[s].n_pages; p++) {
 				uint32_t page = spans[s].kv->pages[p];
 
-				head_pages(&as[s], h)[p] = kv_k(j->p->arena, page, j->p->kv_layer, h);
+				head_pages(&as[s], h)[p] = kv_k(j->arena, page, j->p->kv_layer, h);
 				head_pages(&as[s], h)[as[s].n_pages + p] =
-					kv_v(j->p->arena, page, j->p->kv_layer, h);
+					kv_v(j->arena, page, j->p->kv_layer, h);
 			}
 		addr += as[s].n_pages * 2 * j->p->n_head_kv;
 		for (size_t t = 0; t < spans[s].n_tok; t++)
@@ -655,19 +679,24 @@ static size_t rows_of(const struct backend_span *spans, size_t n_spans)
 	return n;
 }
 
-static int cpu_attention(struct backend *b, const struct backend_attn *p,
-			 const struct backend_span *spans, size_t n_spans, const float *q,
+static int cpu_attention(struct backend *b, const struct backend_attn *p, const float *q,
 			 const float *k, const float *v, float *out)
 {
 	struct backend_cpu *c = cpu_of(b);
-	struct attn_job j = {
-		.c = c, .p = p, .q = q, .k = k, .v = v, .out = out, .f16 = kv_arena_f16(p->arena)
-	};
-	size_t n_rows = rows_of(spans, n_spans);
+	const struct backend_batch *batch = c->batch;
+	struct attn_job j = { .c = c,
+			      .p = p,
+			      .arena = batch->arena,
+			      .q = q,
+			      .k = k,
+			      .v = v,
+			      .out = out,
+			      .f16 = kv_arena_f16(batch->arena) };
+	size_t n_rows = rows_of(batch->spans, batch->n_spans);
 	int r;
 
 	drop_kept(c);
-	r = attn_prepare(c, &j, spans, n_spans, n_rows);
+	r = attn_prepare(c, &j, batch->spans, batch->n_spans, n_rows);
 	if (r < 0)
 		return r;
 	/*
@@ -708,8 +737,9 @@ static void conv_piece(void *arg, size_t i, unsigned thread)
 	size_t c0 = i % j->ch_pieces * PIECE_CHANNELS, c1 = MIN(c0 + PIECE_CHANNELS, j->n_ch);
 
 	(void)thread;
-	j->c->k->conv_silu(j->qkv + s->row * j->n_ch, j->p->conv->data, s->recurrent, s->n_tok,
-			   j->n_ch, j->p->conv_kernel, c0, c1, j->mixed + s->row * j->n_ch);
+	j->c->k->conv_silu(j->qkv + s->row * j->n_ch, j->p->conv->data,
+			   s->recurrent + j->p->state_offset, s->n_tok, j->n_ch, j->p->conv_kernel,
+			   c0, c1, j->mixed + s->row * j->n_ch);
 }
 
 /* Norms of one token's q and k heads, and its decays and write strengths. */
@@ -747,7 +777,8 @@ static void delta_piece(void *arg, size_t i, unsigned thread)
 	const struct backend_span *s = &j->spans[i / p->n_head_v];
 	size_t head = i % p->n_head_v, n_k = (size_t)p->n_head_k * p->k_dim,
 	       out_stride = (size_t)p->n_head_v * p->v_dim;
-	float *S = s->recurrent + (p->conv_kernel - 1) * j->n_ch + head * p->k_dim * p->v_dim;
+	float *S = s->recurrent + p->state_offset + (p->conv_kernel - 1) * j->n_ch +
+		   head * p->k_dim * p->v_dim;
 
 	for (size_t t = 0; t < s->n_tok; t += CPU_DELTA_CHUNK) {
 		size_t row = s->row + t, n = MIN((size_t)CPU_DELTA_CHUNK, s->n_tok - t);
@@ -766,11 +797,12 @@ static void delta_piece(void *arg, size_t i, unsigned thread)
 	}
 }
 
-static int cpu_delta(struct backend *b, const struct backend_delta *p,
-		     const struct backend_span *spans, size_t n_spans, const float *qkv,
+static int cpu_delta(struct backend *b, const struct backend_delta *p, const float *qkv,
 		     const float *alpha, const float *beta, float *out)
 {
 	struct backend_cpu *c = cpu_of(b);
+	const struct backend_span *spans = c->batch->spans;
+	size_t n_spans = c->batch->n_spans;
 	struct delta_job j = { .c = c,
 			       .p = p,
 			       .spans = spans,
@@ -1195,11 +1227,13 @@ static struct backend *cpu_free(struct backend *b)
 static const struct backend_ops cpu_ops = {
 	.name = "cpu",
 	.free = cpu_free,
+	.memory = cpu_memory,
 	.scratch = cpu_scratch,
-	.scratch_reset = cpu_scratch_reset,
+	.begin = cpu_begin,
+	.end = cpu_end,
 	.embed = cpu_embed,
 	.matmul = cpu_matmul,
-	.matmul_out = cpu_matmul,
+	.matmul_out = cpu_matmul_out,
 	.copy_rows = cpu_copy_rows,
 	.rms_norm = cpu_rms_norm,
 	.add = cpu_add,

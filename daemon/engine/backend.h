@@ -3,9 +3,9 @@
  * backend.h: where operations run. A table of functions over float activations in the backend's own memory; weights are named
  * by their GGUF tensor. backend-cpu.c is the first, CUDA the second.
  *
- * Owned by the engine; engine thread only. All calls return 0 or -errno and are complete on return unless a backend says
- * otherwise in sync(). Refuses to know layers, sessions and families. Shapes: activations are [n_tok][width] floats, row-major,
- * without padding.
+ * Owned by the engine; engine thread only. All calls return 0 or -errno; what they computed is there for the calls that follow, and for the
+ * caller after end(). -ENODEV from any of them: the device is lost, this backend computes nothing any more. Refuses to know layers,
+ * sessions and families. Shapes: activations are [n_tok][width] floats, row-major, without padding, in the backend's own memory.
  */
 #pragma once
 
@@ -20,7 +20,17 @@ struct residency;
 struct backend_span {
 	size_t row, n_tok, pos;
 	const struct kv_table *kv; /* reserved up to pos + n_tok */
-	float *recurrent;          /* of the layer at hand */
+	float *recurrent;          /* of the sequence, all layers; NULL: the model has none */
+};
+
+/* What is computed at once: the spans' rows one behind the other. Until end() all of it stays the caller's as it is. */
+struct backend_batch {
+	const struct kv_arena *arena;
+	const struct backend_span *spans;
+	size_t n_spans, n_rows;
+	const int32_t *ids; /* of the rows */
+	size_t n_out;       /* rows of logits */
+	float *logits;      /* the caller's memory, n_out x vocabulary */
 };
 
 struct backend_moe {
@@ -32,7 +42,6 @@ struct backend_moe {
 };
 
 struct backend_attn {
-	const struct kv_arena *arena;
 	uint32_t kv_layer; /* index among the attention layers */
 	uint32_t n_head, n_head_kv, k_dim, v_dim;
 	float scale;
@@ -43,25 +52,30 @@ struct backend_delta {
 	const struct gguf_tensor *conv; /* [kernel, channels] */
 	const struct gguf_tensor *a;    /* [n_head_v], -exp(A_log) */
 	const struct gguf_tensor *dt;   /* [n_head_v] */
+	size_t state_offset;            /* floats: the layer's part of a sequence's recurrent state */
 	float l2_eps;
 };
 
 struct backend_ops {
 	const char *name; /* "cpu" */
 	struct backend *(*free)(struct backend *b);
-	/* Scratch for one batch, 64-byte aligned, valid until scratch_reset(). NULL when the budget is used up. Operations take their
-	 * temporaries from the same budget and return -ENOMEM when it is used up. */
+	/* Where pages and recurrent states lie that this backend computes with. Valid as long as the backend. */
+	const struct kv_memory *(*memory)(struct backend *b);
+	/* Scratch for one batch, 64-byte aligned, valid until end(). NULL when the budget is used up. Operations take their temporaries from
+	 * the same budget and return -ENOMEM when it is used up. */
 	float *(*scratch)(struct backend *b, size_t n_floats);
-	void (*scratch_reset)(struct backend *b);
-	/* y[t] = row ids[t] of w. */
-	int (*embed)(struct backend *b, const struct gguf_tensor *w, const int32_t *ids,
-		     size_t n_tok, float *y);
+	/* 0: the operations of the batch follow. 1: the backend knows this shape of batch by heart, end() runs all of it. */
+	int (*begin)(struct backend *b, const struct backend_batch *batch);
+	/* Ends a batch, also one that failed (r < 0) or was never begun. r == 0: the logits are in the caller's memory on return. -EAGAIN: nothing
+	 * was computed, and the same batch is to be begun and run once more. */
+	int (*end)(struct backend *b, int r);
+	/* y[t] = row ids[t] of w, of the whole batch. */
+	int (*embed)(struct backend *b, const struct gguf_tensor *w, float *y);
 	/* y[t][r] = <w row r, x[t]> for the w->ne[1] rows. */
 	int (*matmul)(struct backend *b, const struct gguf_tensor *w, const float *x, size_t n_tok,
 		      float *y);
-	/* The same with y in the caller's memory: the logits. */
-	int (*matmul_out)(struct backend *b, const struct gguf_tensor *w, const float *x,
-			  size_t n_tok, float *y);
+	/* The same of n_out rows, into the batch's logits. */
+	int (*matmul_out)(struct backend *b, const struct gguf_tensor *w, const float *x);
 	/* y[t][0..width) = x[t][0..width), rows of x being x_stride floats apart: takes projections apart, picks rows. */
 	int (*copy_rows)(struct backend *b, const float *x, size_t x_stride, size_t n_rows,
 			 size_t width, float *y);
@@ -75,16 +89,14 @@ struct backend_ops {
 	int (*scalar_gate)(struct backend *b, const struct gguf_tensor *w, const float *in,
 			   size_t n_tok, size_t width, float *x, size_t x_width);
 	/* NeoX rope on the first n_rot of each of n_head heads of `dim` values; row stride in floats. */
-	int (*rope)(struct backend *b, float *x, size_t stride, const struct backend_span *spans,
-		    size_t n_spans, size_t n_head, size_t dim, size_t n_rot, float freq_base);
+	int (*rope)(struct backend *b, float *x, size_t stride, size_t n_head, size_t dim,
+		    size_t n_rot, float freq_base);
 	/* Writes K and V rows into the pages, then attends causally: out[t][head][v_dim]. q: [t][head][k_dim]. */
-	int (*attention)(struct backend *b, const struct backend_attn *p,
-			 const struct backend_span *spans, size_t n_spans, const float *q,
+	int (*attention)(struct backend *b, const struct backend_attn *p, const float *q,
 			 const float *k, const float *v, float *out);
 	/* conv + silu + l2 norm + gated delta rule. qkv: [t][2*kd+vd], alpha, beta: [t][n_head_v] (raw projections). Recurrent state
 	 * of the layer: conv (kernel-1)*channels floats, then n_head_v*k_dim*v_dim. out: [t][n_head_v][v_dim], before its norm. */
-	int (*delta)(struct backend *b, const struct backend_delta *p,
-		     const struct backend_span *spans, size_t n_spans, const float *qkv,
+	int (*delta)(struct backend *b, const struct backend_delta *p, const float *qkv,
 		     const float *alpha, const float *beta, float *out);
 	/* Router softmax over all experts, top n_used, renormalised; what is missing of the chosen experts begins to be read.
 	 * router_logits: [t][n_expert]. Must be followed by moe() of the same layer and batch; other operations may be in between. */

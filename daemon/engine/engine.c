@@ -298,7 +298,8 @@ static int load_all(struct engine *e, const struct engine_load *load, struct loa
 		r = load_residency(e, load, kv_least, l, ret_reason, ret_error);
 	if (r < 0)
 		return r;
-	r = kv_arena_new(&l->model->kv, f16, l->kv_bytes_max, &l->arena);
+	r = kv_arena_new_in(l->backend->ops->memory(l->backend), &l->model->kv, f16,
+			    l->kv_bytes_max, &l->arena);
 	if (r < 0)
 		return fail(ret_error, r, "%s: no memory for %" PRIu64 " bytes of keys and values",
 			    load->path, l->kv_bytes_max);

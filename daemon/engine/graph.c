@@ -59,15 +59,9 @@ int graph_continue(const struct graph *g)
 	return g->abort && atomic_load_explicit(g->abort, memory_order_relaxed) ? -ECANCELED : 0;
 }
 
-void graph_use_recurrent(struct graph *g, size_t offset)
-{
-	for (size_t i = 0; i < g->n_seqs; i++)
-		g->spans[i].recurrent = g->seqs[i].state->recurrent + offset;
-}
-
 int graph_embed(struct graph *g, const struct gguf_tensor *w, float *y)
 {
-	return g->backend->ops->embed(g->backend, w, g->ids, g->n_rows, y);
+	return g->backend->ops->embed(g->backend, w, y);
 }
 
 int graph_matmul(struct graph *g, const struct gguf_tensor *w, const float *x, float *y)
@@ -119,7 +113,7 @@ int graph_output(struct graph *g, const float *x, const struct gguf_tensor *norm
 	if (r == 0)
 		r = ops->rms_norm(g->backend, norm, eps, rows, n, width, rows);
 	if (r == 0)
-		r = ops->matmul_out(g->backend, head, rows, n, g->logits);
+		r = ops->matmul_out(g->backend, head, rows);
 	graph_release(g, mark);
 	return r;
 }
@@ -166,7 +160,6 @@ static int alloc_batch(struct graph *g)
 	}
 	if (!mul_ok(g->n_rows, g->model->row_floats, &g->work_floats))
 		return -ENOMEM;
-	g->backend->ops->scratch_reset(g->backend);
 	g->work = g->backend->ops->scratch(g->backend, g->work_floats);
 	return g->work ? 0 : -ENOMEM;
 }
@@ -183,7 +176,7 @@ static int reserve_states(struct graph *g)
 	for (; done < g->n_seqs && r == 0; done++) {
 		struct state *s = g->seqs[done].state;
 
-		r = state_begin(s, g->model);
+		r = state_begin(s, g->model, g->arena);
 		if (r == 0 && g->model->kv.n_layer > 0)
 			r = kv_table_reserve(g->arena, &s->kv, s->n_tok, s->n_tok + g->seqs[done].n_tok);
 	}
@@ -197,6 +190,29 @@ static int reserve_states(struct graph *g)
 		else
 			kv_table_truncate(g->arena, &s->kv, s->n_tok);
 	}
+	return r;
+}
+
+static int run(struct graph *g)
+{
+	const struct backend_ops *ops = g->backend->ops;
+	const struct backend_batch batch = {
+		.arena = g->arena,
+		.spans = g->spans,
+		.n_spans = g->n_seqs,
+		.n_rows = g->n_rows,
+		.ids = g->ids,
+		.n_out = g->n_out,
+		.logits = g->logits,
+	};
+	int r;
+
+	do {
+		r = ops->begin(g->backend, &batch);
+		if (r == 0)
+			r = g->model->arch->forward(g);
+		r = ops->end(g->backend, MIN(r, 0));
+	} while (r == -EAGAIN);
 	return r;
 }
 
@@ -217,14 +233,17 @@ int graph_forward(struct model *m, struct backend *b, struct kv_arena *a,
 	if (r == 0)
 		r = reserve_states(&g);
 	if (r == 0) {
-		r = m->arch->forward(&g);
+		for (size_t i = 0; i < n_seqs; i++)
+			g.spans[i].recurrent = seqs[i].state->recurrent;
+		r = run(&g);
 		for (size_t i = 0; i < n_seqs; i++)
 			if (r == 0)
 				seqs[i].state->n_tok += seqs[i].n_tok;
 			else
 				state_reset(seqs[i].state, a);
+	} else {
+		(void)b->ops->end(b, r);
 	}
-	b->ops->scratch_reset(b);
 	free(g.ids);
 	free(g.spans);
 	return r;

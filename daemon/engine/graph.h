@@ -61,8 +61,6 @@ void graph_release(struct graph *g, size_t mark); /* everything taken since the 
 size_t graph_width_floats(size_t width);
 /* To be asked between layers: 0 or -ECANCELED. */
 int graph_continue(const struct graph *g);
-/* Points the spans at the recurrent state of one layer, `offset` floats into that of the sequence. */
-void graph_use_recurrent(struct graph *g, size_t offset);
 int graph_embed(struct graph *g, const struct gguf_tensor *w, float *y);
 int graph_matmul(struct graph *g, const struct gguf_tensor *w, const float *x, float *y);
 /* RMS norm of groups of `width` values, n_groups in a row. y may be x. */

@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 
 struct kv_arena {
+	struct kv_memory memory;
 	char *mem;
 	size_t page_bytes, n_pages, n_free;
 	uint32_t *free_list; /* the next page to hand out is free_list[n_free - 1] */
@@ -39,13 +40,61 @@ static bool layout_sizes(struct kv_arena *a)
 	return true;
 }
 
+/* Anonymous memory: zero until it is touched, and given back page by page. */
+static void *host_alloc(void *userdata, size_t bytes)
+{
+	void *mem = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+			 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+	(void)userdata;
+	return mem == MAP_FAILED ? NULL : mem;
+}
+
+static void host_free(void *userdata, void *p, size_t bytes)
+{
+	(void)userdata;
+	munmap(p, bytes);
+}
+
+static void host_copy(void *userdata, void *to, const void *from, size_t bytes)
+{
+	(void)userdata;
+	memcpy(to, from, bytes);
+}
+
+static void host_zero(void *userdata, void *p, size_t bytes)
+{
+	(void)userdata;
+	/* Locked memory refuses to be given back; it must be wiped all the same. */
+	if (madvise(p, bytes, MADV_DONTNEED) < 0)
+		memset(p, 0, bytes);
+}
+
+const struct kv_memory kv_memory_host = {
+	.alloc = host_alloc,
+	.free = host_free,
+	.copy = host_copy,
+	.zero = host_zero,
+};
+
 int kv_arena_new(const struct kv_layout *l, bool f16, size_t bytes_max, struct kv_arena **ret)
 {
+	return kv_arena_new_in(&kv_memory_host, l, f16, bytes_max, ret);
+}
+
+const struct kv_memory *kv_arena_memory(const struct kv_arena *a)
+{
+	return &a->memory;
+}
+
+int kv_arena_new_in(const struct kv_memory *memory, const struct kv_layout *l, bool f16,
+		    size_t bytes_max, struct kv_arena **ret)
+{
 	struct kv_arena *a = calloc(1, sizeof(*a));
-	void *mem;
 
 	if (!a)
 		return -ENOMEM;
+	a->memory = *memory;
 	a->layout = *l;
 	a->f16 = f16;
 	if (!layout_sizes(a) || bytes_max < a->page_bytes) {
@@ -55,10 +104,7 @@ int kv_arena_new(const struct kv_layout *l, bool f16, size_t bytes_max, struct k
 	a->n_pages = MIN(bytes_max / a->page_bytes, (size_t)UINT32_MAX);
 	a->free_list = malloc(a->n_pages * sizeof(*a->free_list));
 	a->refs = calloc(a->n_pages, sizeof(*a->refs));
-	mem = mmap(NULL, a->n_pages * a->page_bytes, PROT_READ | PROT_WRITE,
-		   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-	if (mem != MAP_FAILED)
-		a->mem = mem;
+	a->mem = memory->alloc(memory->userdata, a->n_pages * a->page_bytes);
 	if (!a->free_list || !a->refs || !a->mem) {
 		kv_arena_free(a);
 		return -ENOMEM;
@@ -75,7 +121,7 @@ struct kv_arena *kv_arena_free(struct kv_arena *a)
 	if (!a)
 		return NULL;
 	if (a->mem)
-		munmap(a->mem, a->n_pages * a->page_bytes);
+		a->memory.free(a->memory.userdata, a->mem, a->n_pages * a->page_bytes);
 	free(a->free_list);
 	free(a->refs);
 	free(a);
@@ -145,9 +191,7 @@ static void page_put(struct kv_arena *a, uint32_t page)
 	assert(a->refs[page] > 0);
 	if (--a->refs[page] > 0)
 		return;
-	/* Locked memory refuses to be given back; it must be wiped all the same. */
-	if (madvise(mem, a->page_bytes, MADV_DONTNEED) < 0)
-		memset(mem, 0, a->page_bytes);
+	a->memory.zero(a->memory.userdata, mem, a->page_bytes);
 	a->free_list[a->n_free++] = page;
 }
 
@@ -199,7 +243,7 @@ int kv_table_reserve(struct kv_arena *a, struct kv_table *t, size_t from, size_t
 		if (a->refs[old] == 1)
 			continue;
 		page = page_take(a);
-		memcpy(page_mem(a, page), page_mem(a, old), a->page_bytes);
+		a->memory.copy(a->memory.userdata, page_mem(a, page), page_mem(a, old), a->page_bytes);
 		page_put(a, old);
 		t->pages[i] = page;
 	}

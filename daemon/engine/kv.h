@@ -16,6 +16,20 @@
 
 struct kv_arena;
 
+/*
+ * Where the memory of sequences lies: of the machine, or of a card. What is allocated reads as zeros; addresses are for the backend that
+ * computes with them. free and the copies do nothing when the card is gone. One provider for all memory of an arena and of the
+ * recurrent states beside it.
+ */
+struct kv_memory {
+	void *userdata;
+	void *(*alloc)(void *userdata, size_t bytes); /* NULL: there is no more */
+	void (*free)(void *userdata, void *p, size_t bytes);
+	void (*copy)(void *userdata, void *to, const void *from, size_t bytes);
+	void (*zero)(void *userdata, void *p, size_t bytes); /* and gives back what can be given back */
+};
+extern const struct kv_memory kv_memory_host;
+
 struct kv_table {
 	uint32_t *pages;
 	size_t n_pages, alloc;
@@ -23,6 +37,10 @@ struct kv_table {
 
 /* bytes_max is rounded down to whole pages; -E2BIG when it holds not even one. f16 selects the element type. */
 int kv_arena_new(const struct kv_layout *l, bool f16, size_t bytes_max, struct kv_arena **ret);
+/* The same in other memory; the struct is copied. */
+int kv_arena_new_in(const struct kv_memory *memory, const struct kv_layout *l, bool f16, size_t bytes_max,
+		    struct kv_arena **ret);
+const struct kv_memory *kv_arena_memory(const struct kv_arena *a);
 struct kv_arena *kv_arena_free(struct kv_arena *a);
 size_t kv_arena_page_bytes(const struct kv_arena *a);
 size_t kv_arena_n_pages(const struct kv_arena *a);

@@ -335,7 +335,7 @@ static int prefill_step(struct engine *e, struct run *run)
 	run->prompt_done = pos == run->n_prompt;
 	/* Without memory for it the next turn evaluates more again, no worse. */
 	if (pos == run->cut && run->cut < run->n_prompt)
-		(void)state_checkpoint(run->ses->state, e->model);
+		(void)state_checkpoint(run->ses->state, e->model, e->arena);
 	ev = event_new(run, now_us() - begun);
 	if (!ev)
 		return -ENOMEM;

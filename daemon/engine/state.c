@@ -19,20 +19,29 @@ int state_new(struct state **ret)
 	return 0;
 }
 
-static void checkpoint_drop(struct state *s)
+static void drop(const struct state *s, struct kv_arena *a, float **p)
 {
-	free(s->checkpoint);
-	s->checkpoint = NULL;
+	const struct kv_memory *memory = kv_arena_memory(a);
+
+	if (*p)
+		memory->free(memory->userdata, *p, s->recurrent_bytes);
+	*p = NULL;
+}
+
+static void checkpoint_drop(struct state *s, struct kv_arena *a)
+{
+	if (s->checkpoint)
+		drop(s, a, &s->checkpoint);
 	s->checkpoint_tok = 0;
 }
 
 void state_reset(struct state *s, struct kv_arena *a)
 {
 	kv_table_done(a, &s->kv);
-	free(s->recurrent);
-	s->recurrent = NULL;
+	if (s->recurrent)
+		drop(s, a, &s->recurrent);
 	s->n_tok = 0;
-	checkpoint_drop(s);
+	checkpoint_drop(s, a);
 }
 
 struct state *state_free(struct state *s, struct kv_arena *a)
@@ -44,59 +53,66 @@ struct state *state_free(struct state *s, struct kv_arena *a)
 	return NULL;
 }
 
-/* Cache-line aligned, because the delta kernels stream through it at every token. Not zeroed. */
-static float *recurrent_alloc(const struct model *m)
+/* Zeros, page-aligned on the host: the delta kernels stream through it at every token. */
+static int recurrent_alloc(struct state *s, const struct model *m, struct kv_arena *a, float **ret)
 {
+	const struct kv_memory *memory = kv_arena_memory(a);
 	size_t bytes;
+	float *p;
 
-	if (!mul_ok(m->recurrent_floats, sizeof(float), &bytes) || bytes > SIZE_MAX - 64)
-		return NULL;
-	return aligned_alloc(64, ALIGN_UP(bytes, (size_t)64));
+	if (!mul_ok(m->recurrent_floats, sizeof(float), &bytes))
+		return -ENOMEM;
+	p = memory->alloc(memory->userdata, bytes);
+	if (!p)
+		return -ENOSPC;
+	s->recurrent_bytes = bytes;
+	*ret = p;
+	return 0;
 }
 
-int state_begin(struct state *s, const struct model *m)
+int state_begin(struct state *s, const struct model *m, struct kv_arena *a)
 {
 	if (m->recurrent_floats == 0 || s->recurrent)
 		return 0;
-	s->recurrent = recurrent_alloc(m);
-	if (!s->recurrent)
-		return -ENOMEM;
-	memset(s->recurrent, 0, m->recurrent_floats * sizeof(float));
-	return 0;
+	return recurrent_alloc(s, m, a, &s->recurrent);
 }
 
-static int recurrent_copy(const float *from, const struct model *m, float **ret)
+static void recurrent_copy(const struct state *s, struct kv_arena *a, float *to, const float *from)
 {
-	float *copy;
+	const struct kv_memory *memory = kv_arena_memory(a);
 
-	if (!from) {
-		*ret = NULL;
+	memory->copy(memory->userdata, to, from, s->recurrent_bytes);
+}
+
+/* A copy of `from`, of the same size, for s; none of nothing. */
+static int recurrent_clone(struct state *s, const float *from, const struct model *m,
+			   struct kv_arena *a, float **ret)
+{
+	int r;
+
+	if (!from)
 		return 0;
-	}
-	copy = recurrent_alloc(m);
-	if (!copy)
-		return -ENOMEM;
-	memcpy(copy, from, m->recurrent_floats * sizeof(float));
-	*ret = copy;
-	return 0;
+	r = recurrent_alloc(s, m, a, ret);
+	if (r == 0)
+		recurrent_copy(s, a, *ret, from);
+	return r;
 }
 
-int state_checkpoint(struct state *s, const struct model *m)
+int state_checkpoint(struct state *s, const struct model *m, struct kv_arena *a)
 {
+	int r = 0;
+
 	if (s->n_tok == 0) { /* nothing to keep: position 0 can always be restored */
-		checkpoint_drop(s);
+		checkpoint_drop(s, a);
 		return 0;
 	}
-	if (s->recurrent && !s->checkpoint) {
-		int r = recurrent_copy(s->recurrent, m, &s->checkpoint);
-
-		if (r < 0)
-			return r;
-	} else if (s->recurrent) {
-		memcpy(s->checkpoint, s->recurrent, m->recurrent_floats * sizeof(float));
-	}
-	s->checkpoint_tok = s->n_tok;
-	return 0;
+	if (s->recurrent && !s->checkpoint)
+		r = recurrent_clone(s, s->recurrent, m, a, &s->checkpoint);
+	else if (s->recurrent)
+		recurrent_copy(s, a, s->checkpoint, s->recurrent);
+	if (r == 0)
+		s->checkpoint_tok = s->n_tok;
+	return r;
 }
 
 size_t state_rewind(struct state *s, const struct model *m, struct kv_arena *a, size_t n_tok)
@@ -109,9 +125,9 @@ size_t state_rewind(struct state *s, const struct model *m, struct kv_arena *a, 
 			return 0;
 		}
 		n_tok = s->checkpoint_tok;
-		memcpy(s->recurrent, s->checkpoint, m->recurrent_floats * sizeof(float));
+		recurrent_copy(s, a, s->recurrent, s->checkpoint);
 	} else if (s->checkpoint_tok > n_tok) {
-		checkpoint_drop(s);
+		checkpoint_drop(s, a);
 	}
 	kv_table_truncate(a, &s->kv, n_tok);
 	s->n_tok = n_tok;
@@ -125,9 +141,9 @@ int state_clone(const struct state *s, const struct model *m, struct kv_arena *a
 
 	if (r < 0)
 		return r;
-	r = recurrent_copy(s->recurrent, m, &c->recurrent);
+	r = recurrent_clone(c, s->recurrent, m, a, &c->recurrent);
 	if (r == 0)
-		r = recurrent_copy(s->checkpoint, m, &c->checkpoint);
+		r = recurrent_clone(c, s->checkpoint, m, a, &c->checkpoint);
 	if (r == 0)
 		r = kv_table_clone(a, &s->kv, &c->kv);
 	if (r < 0) {

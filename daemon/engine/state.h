@@ -17,13 +17,14 @@ struct state {
 	size_t n_tok;
 	float *checkpoint; /* recurrent state at checkpoint_tok; NULL: none */
 	size_t checkpoint_tok;
+	size_t recurrent_bytes; /* of each of the two */
 };
 
 struct state *state_free(struct state *s, struct kv_arena *a); /* accepts NULL; returns NULL */
 int state_new(struct state **ret);
-/* Allocates the zeroed recurrent state of position 0 when the model has one and it is not there yet; by graph_forward(). -ENOMEM. */
-int state_begin(struct state *s, const struct model *m);
-int state_checkpoint(struct state *s, const struct model *m); /* -ENOMEM: the old one stays */
+/* Allocates the zeroed recurrent state of position 0 when the model has one and it is not there yet; by graph_forward(). -ENOSPC: no memory left for it. */
+int state_begin(struct state *s, const struct model *m, struct kv_arena *a);
+int state_checkpoint(struct state *s, const struct model *m, struct kv_arena *a); /* -ENOSPC: the old one stays */
 size_t state_rewind(struct state *s, const struct model *m, struct kv_arena *a, size_t n_tok);
 void state_reset(struct state *s, struct kv_arena *a); /* forgets everything; also after an aborted batch */
 int state_clone(const struct state *s, const struct model *m, struct kv_arena *a, struct state **ret);

@@ -342,8 +342,7 @@ static int forward_attention(struct graph *g, const struct qwen35moe *q, const s
 	const struct backend_ops *ops = g->backend->ops;
 	struct backend *b = g->backend;
 	size_t dim = q->head_dim, n_q = q->n_head * dim, n_kv = q->n_head_kv * dim, n = g->n_rows;
-	const struct backend_attn p = { .arena = g->arena,
-					.kv_layer = l->kv_layer,
+	const struct backend_attn p = { .kv_layer = l->kv_layer,
 					.n_head = q->n_head,
 					.n_head_kv = q->n_head_kv,
 					.k_dim = q->head_dim,
@@ -369,13 +368,11 @@ static int forward_attention(struct graph *g, const struct qwen35moe *q, const s
 		r = graph_rms_norm(g, l->k_norm, q->eps, k, q->n_head_kv, dim, k);
 	/* The three MRoPE axes are equal for text, so their interleaving does not matter. */
 	if (r == 0)
-		r = ops->rope(b, query, n_q, g->spans, g->n_seqs, q->n_head, dim, q->n_rot,
-			      q->freq_base);
+		r = ops->rope(b, query, n_q, q->n_head, dim, q->n_rot, q->freq_base);
 	if (r == 0)
-		r = ops->rope(b, k, n_kv, g->spans, g->n_seqs, q->n_head_kv, dim, q->n_rot,
-			      q->freq_base);
+		r = ops->rope(b, k, n_kv, q->n_head_kv, dim, q->n_rot, q->freq_base);
 	if (r == 0)
-		r = ops->attention(b, &p, g->spans, g->n_seqs, query, k, v, o);
+		r = ops->attention(b, &p, query, k, v, o);
 	if (r == 0)
 		r = ops->sigmoid_mul(b, o, gate, n * n_q);
 	if (r == 0)
@@ -399,6 +396,7 @@ static int forward_delta(struct graph *g, const struct qwen35moe *q, const struc
 					 .conv = l->conv,
 					 .a = l->a,
 					 .dt = l->dt,
+					 .state_offset = l->recurrent_offset,
 					 .l2_eps = q->eps };
 	float *qkv = graph_take(g, n_channels(q)), *z = graph_take(g, n_v);
 	float *alpha = graph_take(g, q->n_head_v), *beta = graph_take(g, q->n_head_v);
@@ -411,9 +409,8 @@ static int forward_delta(struct graph *g, const struct qwen35moe *q, const struc
 		r = graph_matmul(g, l->alpha, h, alpha);
 	if (r == 0)
 		r = graph_matmul(g, l->beta, h, beta);
-	graph_use_recurrent(g, l->recurrent_offset);
 	if (r == 0)
-		r = ops->delta(g->backend, &p, g->spans, g->n_seqs, qkv, alpha, beta, o);
+		r = ops->delta(g->backend, &p, qkv, alpha, beta, o);
 	if (r == 0)
 		r = graph_rms_norm(g, l->delta_norm, q->eps, o, q->n_head_v, q->v_dim, o);
 	if (r == 0)

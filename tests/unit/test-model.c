@@ -424,7 +424,7 @@ static void test_clone_and_rewind(void **unused)
 
 	(void)unused;
 	eval(&r, s, long_prompt, 50, 50, NULL);
-	assert_int_equal(state_checkpoint(s, r.m), 0);
+	assert_int_equal(state_checkpoint(s, r.m, r.a), 0);
 	eval(&r, s, long_prompt + 50, 20, 1, NULL);
 	assert_int_equal(state_clone(s, r.m, r.a, &c), 0);
 	/* The clone goes another way first: nothing of that may show. */

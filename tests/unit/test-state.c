@@ -24,7 +24,7 @@ static struct kv_arena *arena_new(void)
 /* What graph_forward() does to a state, with a recurrent value that tells the position. */
 static void advance(struct state *s, const struct model *m, struct kv_arena *a, size_t n)
 {
-	assert_int_equal(state_begin(s, m), 0);
+	assert_int_equal(state_begin(s, m, a), 0);
 	assert_int_equal(kv_table_reserve(a, &s->kv, s->n_tok, s->n_tok + n), 0);
 	s->n_tok += n;
 	if (m->recurrent_floats > 0)
@@ -40,7 +40,7 @@ static void test_begin_is_zero(void **unused)
 	assert_int_equal(state_new(&s), 0);
 	assert_null(s->recurrent);
 	assert_int_equal(state_bytes(s, &model, a), 0);
-	assert_int_equal(state_begin(s, &model), 0);
+	assert_int_equal(state_begin(s, &model, a), 0);
 	for (size_t i = 0; i < N_FLOATS; i++)
 		assert_true(s->recurrent[i] == 0);
 	assert_int_equal((uintptr_t)s->recurrent % 64, 0);
@@ -57,7 +57,7 @@ static void test_rewind_recurrent(void **unused)
 	(void)unused;
 	assert_int_equal(state_new(&s), 0);
 	advance(s, &model, a, 40);
-	assert_int_equal(state_checkpoint(s, &model), 0);
+	assert_int_equal(state_checkpoint(s, &model, a), 0);
 	advance(s, &model, a, 60);
 	assert_int_equal(s->kv.n_pages, 4);
 	assert_int_equal(state_bytes(s, &model, a),
@@ -78,7 +78,7 @@ static void test_rewind_recurrent(void **unused)
 	assert_null(s->checkpoint);
 	assert_int_equal(kv_arena_n_free(a), kv_arena_n_pages(a));
 	/* A checkpoint of nothing is nothing. */
-	assert_int_equal(state_checkpoint(s, &model), 0);
+	assert_int_equal(state_checkpoint(s, &model, a), 0);
 	assert_null(s->checkpoint);
 	state_free(s, a);
 	kv_arena_free(a);
@@ -92,9 +92,9 @@ static void test_later_checkpoint_replaces(void **unused)
 	(void)unused;
 	assert_int_equal(state_new(&s), 0);
 	advance(s, &model, a, 10);
-	assert_int_equal(state_checkpoint(s, &model), 0);
+	assert_int_equal(state_checkpoint(s, &model, a), 0);
 	advance(s, &model, a, 10);
-	assert_int_equal(state_checkpoint(s, &model), 0);
+	assert_int_equal(state_checkpoint(s, &model, a), 0);
 	advance(s, &model, a, 10);
 	assert_int_equal(state_rewind(s, &model, a, 25), 20);
 	assert_true(s->recurrent[N_FLOATS - 1] == 20);
@@ -128,7 +128,7 @@ static void test_clone(void **unused)
 	(void)unused;
 	assert_int_equal(state_new(&s), 0);
 	advance(s, &model, a, 40);
-	assert_int_equal(state_checkpoint(s, &model), 0);
+	assert_int_equal(state_checkpoint(s, &model, a), 0);
 	advance(s, &model, a, 1);
 	n_free = kv_arena_n_free(a);
 	assert_int_equal(state_clone(s, &model, a, &c), 0);
