@@ -8,19 +8,12 @@
  * victim; evict.c's resident blocks are exactly those HERE; trunk + fixed + KV + blocks stay within the budget, and the budget
  * never goes below the floor.
  */
-#include "daemon/residency/residency.h"
+#include "daemon/residency/residency-private.h"
 
-#include "daemon/residency/admission.h"
-#include "daemon/residency/choose.h"
 #include "daemon/residency/heat.h"
-#include "daemon/residency/memory.h"
-#include "daemon/residency/prefetch.h"
 
 #include <assert.h>
 #include <fcntl.h>
-#include <inttypes.h>
-#include <pthread.h>
-
 /* While reads are missing, a wave has at most so many blocks: the disk gets its next work after some 3 ms of arithmetic. */
 #define WAVE_BLOCKS   16
 /* Missing blocks of a layer that have a place, on their way or not computed yet: enough for the disk to be busy while a wave is computed;
@@ -41,86 +34,6 @@
 /* Blocks looked at for a second copy in the page cache, a step. */
 #define SCAN_BLOCKS   32
 
-struct wanted {
-	uint32_t block, expert;
-	enum { WANT_PENDING, WANT_COMING, WANT_READY, WANT_GIVEN, WANT_DONE } state;
-	bool missed;
-};
-
-struct residency {
-	const struct model *model;
-	const struct catalog *catalog;
-	const struct feed *feed;
-	struct residency_shared *shared;
-	struct residency_config config;
-	enum residency_tier tier;
-	struct host *host; /* NULL: unmanaged */
-	struct evict *evict;
-	struct admission *admission;
-	struct prefetch prefetch;
-	char *heat_file;
-	uint64_t heat_saved_steps;
-	int heat_error;
-
-	uint64_t budget, at_load, floor, reserve;
-	uint64_t configured; /* the most that the budget may become */
-	bool small;          /* so small that managing it would be a joke */
-	uint64_t trunk_locked, fixed, kv;
-	const char *budget_note;
-	uint64_t refaults_seen, taken_seen;
-
-	/* The populating thread of the unmanaged form. */
-	pthread_t loader;
-	bool loader_runs;
-	atomic_bool loader_stop;
-
-	/* The layer at hand. */
-	uint32_t layer;
-	struct wanted *wanted;
-	uint32_t *index_of;                           /* of a block in wanted, + 1 */
-	size_t n_wanted, n_pending, n_coming, n_left; /* left: not yet given */
-	size_t n_held; /* missed ones that have a place and are not done with */
-	int error;
-
-	uint8_t *keep, *transient, *guessed, *ahead; /* per block */
-	uint32_t *transients; /* queue of blocks that are worth less than any victim */
-	size_t first_transient, n_transients;
-	uint32_t *checked; /* step at which the page cache was asked last */
-	uint32_t scan;
-
-	uint32_t *warm; /* blocks to bring in, coldest first */
-	size_t n_warm;
-
-	/* The step at hand. */
-	bool decode, one_row;
-	uint16_t *session_heat;
-	uint64_t step_begun, step_stall;
-
-	/* Per layer with experts. */
-	uint32_t *layers, n_layers;
-	struct {
-		uint64_t hits, misses;
-	} * of_layer;
-	uint32_t *ordinal; /* of a layer of the model among those with experts */
-
-	bool record, recorded;
-	uint32_t *record_counts, *record_experts;
-	size_t n_record;
-
-	struct residency_stats stats; /* the counters of it */
-};
-
-const char *residency_tier_to_string(enum residency_tier t)
-{
-	switch (t) {
-	case RESIDENCY_AUTO: return "auto";
-	case RESIDENCY_UNMANAGED: return "unmanaged";
-	case RESIDENCY_MAPPED: return "mapped";
-	case RESIDENCY_ARENA: return "arena";
-	}
-	return "auto";
-}
-
 bool residency_managed(const struct residency *r)
 {
 	return r->host;
@@ -128,14 +41,14 @@ bool residency_managed(const struct residency *r)
 
 /* Room in memory. */
 
-static uint64_t block_limit(const struct residency *r)
+uint64_t residency_block_limit(const struct residency *r)
 {
 	uint64_t other = r->catalog->trunk_bytes + r->fixed + r->kv;
 
 	return r->budget > other ? r->budget - other : 0;
 }
 
-static void drop(struct residency *r, uint32_t block)
+void residency_drop(struct residency *r, uint32_t block)
 {
 	host_evict(r->host, block);
 	evict_remove(r->evict, block);
@@ -202,14 +115,14 @@ static uint32_t pick_victim(struct residency *r, uint32_t class)
 }
 
 /* What counts against the limit. */
-static uint64_t taken(const struct residency *r)
+uint64_t residency_taken(const struct residency *r)
 {
 	return host_bytes(r->host) - host_leaving_bytes(r->host);
 }
 
-static bool make_room(struct residency *r, uint32_t block)
+bool residency_make_room(struct residency *r, uint32_t block)
 {
-	uint64_t limit = block_limit(r);
+	uint64_t limit = residency_block_limit(r);
 	uint8_t class = host_class(r->host, block);
 
 	for (unsigned n = 0; !host_has_room(r->host, block, limit); n++) {
@@ -217,13 +130,13 @@ static bool make_room(struct residency *r, uint32_t block)
 
 		if (victim == EVICT_NONE)
 			return false;
-		drop(r, victim);
+		residency_drop(r, victim);
 		if (host_has_room(r->host, block, limit))
 			break;
 		/* Above the limit a free place takes no more memory used than unused; else all would go for one block when none can be
 		 * given back just now. */
 		(void)host_trim(r->host);
-		if (host_has_room(r->host, block, taken(r)))
+		if (host_has_room(r->host, block, residency_taken(r)))
 			break;
 	}
 	return true;
@@ -242,7 +155,7 @@ void residency_publish(struct residency *r)
 /* Down to the limit, coldest first, at least one; false: there is none. */
 static bool shrink(struct residency *r, uint64_t limit)
 {
-	uint64_t bytes = taken(r);
+	uint64_t bytes = residency_taken(r);
 	bool dropped = false;
 
 	while (bytes > limit) {
@@ -252,7 +165,7 @@ static bool shrink(struct residency *r, uint64_t limit)
 		if (victim == EVICT_NONE)
 			break;
 		cost = host_class_bytes(r->host, host_class(r->host, victim));
-		drop(r, victim);
+		residency_drop(r, victim);
 		bytes -= MIN(bytes, cost);
 		dropped = true;
 	}
@@ -261,17 +174,16 @@ static bool shrink(struct residency *r, uint64_t limit)
 }
 
 /* What is pinned or wanted now stays; the next call gets it. */
-static void enforce(struct residency *r)
+void residency_enforce(struct residency *r)
 {
-	uint64_t limit = block_limit(r);
+	uint64_t limit = residency_block_limit(r);
 
 	/* Memory goes back in larger pieces than blocks: again for the rest of a piece, but not while a block in use or on its way is what
 	 * holds it. */
-	while (taken(r) > limit && shrink(r, limit) && r->n_wanted == 0 && host_n_coming(r->host) == 0)
+	while (residency_taken(r) > limit && shrink(r, limit) && r->n_wanted == 0 &&
+	       host_n_coming(r->host) == 0)
 		;
 }
-
-static int become_mapped(struct residency *r);
 
 /* The loop's word. */
 static void obey(struct residency *r)
@@ -282,14 +194,14 @@ static void obey(struct residency *r)
 	if (target == 0)
 		return;
 	target = MAX(MIN(target, r->configured), r->floor);
-	if (!r->host &&
-	    (r->small || r->catalog->n_blocks == 0 || target >= needed || become_mapped(r) < 0))
+	if (!r->host && (r->small || r->catalog->n_blocks == 0 || target >= needed ||
+			 residency_become_mapped(r) < 0))
 		return;
 	if (target == r->budget)
 		return;
 	r->budget = target;
 	residency_publish(r);
-	enforce(r);
+	residency_enforce(r);
 }
 
 uint64_t residency_kv_room(const struct residency *r)
@@ -306,7 +218,7 @@ int residency_charge(struct residency *r, uint64_t kv_bytes)
 		return -ENOSPC;
 	r->kv = kv_bytes;
 	if (r->host)
-		enforce(r);
+		residency_enforce(r);
 	return 0;
 }
 
@@ -371,7 +283,7 @@ static bool wait_arrival(struct residency *r)
 	return n > 0;
 }
 
-static int request(struct residency *r, uint32_t block, bool urgent)
+int residency_request(struct residency *r, uint32_t block, bool urgent)
 {
 	int err = host_fetch(r->host, block, urgent);
 
@@ -388,9 +300,9 @@ static void request_missing(struct residency *r, bool force)
 
 		if (w->state != WANT_PENDING)
 			continue;
-		if (!make_room(r, w->block) && !(force && r->n_coming == 0))
+		if (!residency_make_room(r, w->block) && !(force && r->n_coming == 0))
 			return;
-		if (request(r, w->block, true) < 0) {
+		if (residency_request(r, w->block, true) < 0) {
 			if (r->n_coming == 0)
 				r->error = -ENOMEM;
 			return;
@@ -439,7 +351,7 @@ static void want(struct residency *r, struct wanted *w)
 
 	if (host_state(r->host, w->block) == HOST_HERE && is_lost(r, w->block)) {
 		r->stats.kernel_took++;
-		drop(r, w->block);
+		residency_drop(r, w->block);
 	}
 	switch (host_state(r->host, w->block)) {
 	case HOST_HERE:
@@ -520,7 +432,7 @@ static void admit(struct residency *r, const struct wanted *w)
 	uint32_t victim;
 
 	if ((r->decode && !admission_is_selective(r->admission)) ||
-	    host_has_room(r->host, w->block, block_limit(r)))
+	    host_has_room(r->host, w->block, residency_block_limit(r)))
 		return;
 	victim = evict_victim(r->evict, host_class(r->host, w->block), r->keep);
 	if (victim == EVICT_NONE || victim == w->block || evict_pays(r->evict, w->block, victim, &price))
@@ -548,7 +460,7 @@ static void release_wave(struct residency *r)
 }
 
 /* The layer is over, well or not: what is still coming arrives for nobody. */
-static void end_layer(struct residency *r)
+void residency_end_layer(struct residency *r)
 {
 	for (size_t i = 0; i < r->n_wanted; i++) {
 		struct wanted *w = &r->wanted[i];
@@ -603,7 +515,7 @@ ssize_t residency_layer_next(struct residency *r, struct residency_block *ret, s
 	if (!r->host) {
 		n = give(r, ret, max);
 		if (n == 0)
-			end_layer(r);
+			residency_end_layer(r);
 		return (ssize_t)n;
 	}
 	release_wave(r);
@@ -618,7 +530,7 @@ ssize_t residency_layer_next(struct residency *r, struct residency_block *ret, s
 			r->error = -EIO; /* nothing is on its way although something is wanted */
 		take_arrivals(r);
 	}
-	end_layer(r);
+	residency_end_layer(r);
 	return r->error;
 }
 
@@ -640,7 +552,7 @@ void residency_guess(struct residency *r, uint32_t layer, const uint32_t *expert
 		if (!prefetch_read(&r->prefetch))
 			continue;
 		/* Nothing that is wanted now waits for a guess: only room that is free or cold. */
-		if (make_room(r, block) && request(r, block, false) == 0)
+		if (residency_make_room(r, block) && residency_request(r, block, false) == 0)
 			r->ahead[block] = 1;
 	}
 }
@@ -649,7 +561,7 @@ void residency_guess(struct residency *r, uint32_t layer, const uint32_t *expert
 
 void residency_warm(struct residency *r, const uint16_t *heat)
 {
-	uint64_t limit = block_limit(r);
+	uint64_t limit = residency_block_limit(r);
 	size_t max;
 
 	if (!r->host)
@@ -675,15 +587,15 @@ static bool warm_one(struct residency *r)
 	r->n_warm--;
 	if (host_state(r->host, block) != HOST_ABSENT || evict_heat(r->evict, block) == 0)
 		return true;
-	if (!host_has_room(r->host, block, block_limit(r))) {
+	if (!host_has_room(r->host, block, residency_block_limit(r))) {
 		victim = evict_victim(r->evict, host_class(r->host, block), r->keep);
 		if (victim == EVICT_NONE || evict_heat(r->evict, victim) >= evict_heat(r->evict, block))
 			return false;
-		drop(r, victim);
-		if (!host_has_room(r->host, block, block_limit(r)))
+		residency_drop(r, victim);
+		if (!host_has_room(r->host, block, residency_block_limit(r)))
 			return false;
 	}
-	return request(r, block, false) == 0;
+	return residency_request(r, block, false) == 0;
 }
 
 static void warm_some(struct residency *r)
@@ -697,7 +609,7 @@ static void warm_some(struct residency *r)
 
 void residency_step_begin(struct residency *r, size_t n_rows, uint16_t *session_heat)
 {
-	end_layer(r); /* of a step that failed half-way */
+	residency_end_layer(r); /* of a step that failed half-way */
 	r->decode = n_rows < PREFILL_ROWS;
 	r->one_row = n_rows == 1;
 	r->session_heat = session_heat;
@@ -766,7 +678,7 @@ static void watch_kernel(struct residency *r)
 	r->budget_note = taken > 0 ? "the kernel took experts that were to stay"
 				   : "the kernel took pages of the trunk, and they were read again";
 	residency_publish(r);
-	enforce(r);
+	residency_enforce(r);
 }
 
 void residency_step_end(struct residency *r)
@@ -822,7 +734,7 @@ void residency_release(struct residency *r)
 	while (residency_pump(r, true))
 		;
 	while ((block = evict_victim(r->evict, EVICT_ANY_CLASS, r->keep)) != EVICT_NONE)
-		drop(r, block);
+		residency_drop(r, block);
 	(void)host_trim(r->host);
 }
 
@@ -847,367 +759,4 @@ void residency_set_feed(struct residency *r, const struct feed *f)
 
 	r->feed = f;
 	r->refaults_seen = f && feed_trunk_counters(f, &c) == 0 ? c.refaults : 0;
-}
-
-/* Recording and looking. */
-
-void residency_record(struct residency *r, bool record)
-{
-	r->record = record;
-	r->recorded = false;
-}
-
-bool residency_recorded(const struct residency *r, uint32_t *ret_n_layers,
-			const uint32_t **ret_counts, const uint32_t **ret_experts)
-{
-	if (!r->recorded)
-		return false;
-	*ret_n_layers = r->n_layers;
-	*ret_counts = r->record_counts;
-	*ret_experts = r->record_experts;
-	return true;
-}
-
-/* Of blocks, not of the places that they take. */
-static uint64_t bytes_here(const struct residency *r)
-{
-	uint64_t sum = 0;
-
-	for (uint32_t i = 0; i < r->n_layers; i++) {
-		const struct catalog_layer *l = &r->catalog->layers[r->layers[i]];
-
-		for (uint32_t e = 0; e < l->n_expert; e++)
-			if (host_state(r->host, l->first_block + e) == HOST_HERE)
-				sum += l->block_bytes;
-	}
-	return sum;
-}
-
-void residency_get_stats(const struct residency *r, struct residency_stats *ret)
-{
-	*ret = r->stats;
-	ret->tier = r->tier;
-	ret->policy = r->host ? evict_policy_to_string(r->config.policy) : "none";
-	ret->budget_bytes = r->budget;
-	ret->budget_at_load_bytes = r->at_load;
-	ret->floor_bytes = r->floor;
-	ret->reserve_bytes = r->reserve;
-	ret->trunk_bytes = r->catalog->trunk_bytes;
-	ret->trunk_locked_bytes = r->trunk_locked;
-	ret->fixed_bytes = r->fixed;
-	ret->kv_bytes = r->kv;
-	ret->block_bytes_all = r->catalog->block_bytes;
-	ret->n_blocks = r->catalog->n_blocks;
-	ret->heat_error = r->heat_error;
-	ret->budget_note = r->budget_note;
-	ret->prefetching = r->host && prefetch_read(&r->prefetch);
-	ret->n_host = r->catalog->n_blocks;
-	ret->block_bytes = ret->place_bytes = r->catalog->block_bytes;
-	if (!r->host)
-		return;
-	ret->method = host_method(r->host);
-	ret->n_host = host_n_here(r->host);
-	ret->block_bytes = bytes_here(r);
-	ret->place_bytes = taken(r);
-	host_get_counters(r->host, &ret->io);
-}
-
-uint32_t residency_n_layers(const struct residency *r)
-{
-	return r->n_layers;
-}
-
-void residency_get_layer(const struct residency *r, uint32_t i, struct residency_layer_info *ret)
-{
-	const struct catalog_layer *l = &r->catalog->layers[r->layers[i]];
-
-	*ret = (struct residency_layer_info){
-		.layer = r->layers[i],
-		.n_experts = l->n_expert,
-		.n_host = r->host ? 0 : l->n_expert,
-		.block_bytes = l->block_bytes,
-		.hits = r->of_layer[i].hits,
-		.misses = r->of_layer[i].misses,
-	};
-	for (uint32_t e = 0; r->host && e < l->n_expert; e++)
-		ret->n_host += host_state(r->host, l->first_block + e) == HOST_HERE;
-}
-
-void residency_get_blocks(const struct residency *r, uint32_t i, uint16_t *ret_heat, char *ret_place)
-{
-	static const char places[] = { [HOST_ABSENT] = '-', [HOST_COMING] = 'c', [HOST_HERE] = 'h' };
-	const struct catalog_layer *l = &r->catalog->layers[r->layers[i]];
-
-	for (uint32_t e = 0; e < l->n_expert; e++) {
-		uint32_t block = l->first_block + e;
-
-		ret_heat[e] = r->evict ? evict_heat(r->evict, block) : 0;
-		ret_place[e] = r->host ? places[host_state(r->host, block)] : 'h';
-	}
-}
-
-/* Life. */
-
-static void *populate(void *arg)
-{
-	struct residency *r = arg;
-
-	(void)pthread_setname_np(pthread_self(), "residentd-load");
-	(void)host_load_all(r->catalog, &r->loader_stop);
-	return NULL;
-}
-
-static void stop_loader(struct residency *r)
-{
-	if (!r->loader_runs)
-		return;
-	atomic_store(&r->loader_stop, true);
-	pthread_join(r->loader, NULL);
-	r->loader_runs = false;
-}
-
-/* Blocks of the form's host tier, and who ranks them. */
-static int make_host(struct residency *r, enum host_form form, char **ret_error)
-{
-	const struct disk_config disk = { .queue_depth = r->config.queue_depth };
-	_cleanup_(freep) uint8_t *class_of = malloc(r->catalog->n_blocks);
-	struct host *h;
-	int err;
-
-	if (!class_of)
-		return -ENOMEM;
-	err = host_new(form, r->catalog, &disk, &h, ret_error);
-	if (err < 0)
-		return err;
-	for (uint32_t i = 0; i < r->catalog->n_blocks; i++)
-		class_of[i] = host_class(h, i);
-	err = evict_new(r->config.policy, r->catalog->n_blocks, class_of, &r->evict);
-	if (err == 0)
-		err = admission_new(r->config.policy, r->catalog->n_blocks, &r->admission);
-	if (err < 0) {
-		host_free(h);
-		r->evict = evict_free(r->evict);
-		return err;
-	}
-	for (uint32_t i = 0; i < r->catalog->n_blocks; i++)
-		if (host_state(h, i) == HOST_HERE)
-			evict_insert(r->evict, i);
-	r->host = h;
-	r->tier = form == HOST_ARENA ? RESIDENCY_ARENA : RESIDENCY_MAPPED;
-	return 0;
-}
-
-static void begin_warm(struct residency *r)
-{
-	_cleanup_(freep) uint16_t *heat = NULL;
-
-	r->heat_file = r->config.state_dir ? heat_path(r->config.state_dir, r->catalog->identity) : NULL;
-	heat = r->heat_file ? malloc(r->catalog->n_blocks * sizeof(*heat)) : NULL;
-	if (heat && heat_load(r->heat_file, r->catalog->identity, r->catalog->n_blocks, heat) == 0)
-		residency_warm(r, heat);
-}
-
-/* What fitted once does not any more: the page cache that is there becomes the mapped form. */
-static int become_mapped(struct residency *r)
-{
-	int err;
-
-	if (r->n_left > 0) /* in the middle of a layer: its addresses are given out */
-		return -EAGAIN;
-	stop_loader(r);
-	err = make_host(r, HOST_MAPPED, NULL);
-	if (err < 0)
-		return err;
-	begin_warm(r);
-	residency_publish(r);
-	return 0;
-}
-
-static int allocate(struct residency *r)
-{
-	const struct catalog *c = r->catalog;
-	uint32_t n = MAX(c->n_blocks, 1u), widest = 1;
-
-	r->layers = calloc(c->n_layers + 1, sizeof(*r->layers));
-	r->ordinal = calloc(c->n_layers + 1, sizeof(*r->ordinal));
-	r->of_layer = calloc(c->n_layers + 1, sizeof(*r->of_layer));
-	if (!r->layers || !r->ordinal || !r->of_layer)
-		return -ENOMEM;
-	for (uint32_t i = 0; i < c->n_layers; i++) {
-		if (c->layers[i].first_block == CATALOG_NONE)
-			continue;
-		widest = MAX(widest, c->layers[i].n_expert);
-		r->ordinal[i] = r->n_layers;
-		r->layers[r->n_layers++] = i;
-	}
-	r->wanted = calloc(widest, sizeof(*r->wanted));
-	r->index_of = calloc(n, sizeof(*r->index_of));
-	r->keep = calloc(n, 1);
-	r->transient = calloc(n, 1);
-	r->guessed = calloc(n, 1);
-	r->ahead = calloc(n, 1);
-	r->transients = calloc(n, sizeof(*r->transients));
-	r->checked = calloc(n, sizeof(*r->checked));
-	r->warm = calloc(n, sizeof(*r->warm));
-	r->record_counts = calloc(c->n_layers + 1, sizeof(*r->record_counts));
-	r->record_experts = calloc(n, sizeof(*r->record_experts));
-	return r->wanted && r->index_of && r->keep && r->transient && r->guessed && r->ahead &&
-			       r->transients && r->checked && r->warm && r->record_counts &&
-			       r->record_experts
-		       ? 0
-		       : -ENOMEM;
-}
-
-static int set_budget(struct residency *r, struct choose_facts *facts, uint64_t kv_min, char **ret_error)
-{
-	const struct residency_config *c = &r->config;
-	uint64_t most, least;
-	_cleanup_(memory_closep) struct memory *memory = NULL;
-	struct memory_state state = { .total = UINT64_MAX,
-				      .available = UINT64_MAX,
-				      .group_limit = UINT64_MAX,
-				      .group_available = UINT64_MAX };
-	int err = memory_open("", &memory);
-
-	if (err == 0)
-		err = memory_read(memory, &state);
-	if (err < 0)
-		return fail(ret_error, err, "cannot see how much memory there is: %s", strerror(-err));
-	r->reserve = c->reserve_bytes > 0 ? c->reserve_bytes
-					  : memory_default_reserve(state.machine_total);
-	/* All of it is ours, or the model's that this one takes the place of. */
-	most = memory_budget(&state, memory_anonymous(memory) + atomic_load(&r->shared->locked_bytes),
-			     r->reserve);
-	r->configured = c->budget_bytes;
-	r->budget = c->budget_bytes > 0 ? MIN(c->budget_bytes, most) : most;
-	least = r->catalog->trunk_bytes + r->fixed + kv_min;
-	r->floor = least + 2 * (uint64_t)r->model->n_expert_used * r->catalog->block_bytes_max;
-	*facts = (struct choose_facts){
-		.wanted = c->tier,
-		.budget_bytes = r->budget,
-		.needed_bytes = least + r->catalog->block_bytes,
-		.available_bytes = state.available,
-	};
-	r->floor = MIN(r->floor, facts->needed_bytes);
-	/* What becomes free later is taken too, unless somebody has set a limit. */
-	if (r->configured == 0)
-		r->configured = MAX(facts->needed_bytes, r->budget);
-	r->at_load = r->budget;
-	return 0;
-}
-
-static uint64_t megabytes(uint64_t bytes)
-{
-	return bytes / 1000000 + (bytes % 1000000 > 0);
-}
-
-static int refuse_budget(const struct residency *r, const char *path, char **ret_error)
-{
-	return fail(ret_error, -ENOSPC,
-		    "%s: needs at least %" PRIu64 " MB of memory, %" PRIu64
-		    " MB of them for the trunk and %" PRIu64
-		    " MB for work, one conversation (Context= makes it smaller) and some experts, but the budget is %" PRIu64
-		    " MB (HostBudget=, or what is available less MemoryReserve=)",
-		    path, megabytes(r->floor), megabytes(r->catalog->trunk_bytes),
-		    megabytes(r->floor - r->catalog->trunk_bytes), r->budget / 1000000);
-}
-
-static int start(struct residency *r, enum residency_tier tier, const atomic_bool *stop, char **ret_error)
-{
-	int err;
-
-	r->tier = tier;
-	if (tier == RESIDENCY_UNMANAGED) {
-		/* The first request need not wait for it. */
-		r->loader_runs = pthread_create(&r->loader, NULL, populate, r) == 0;
-		return 0;
-	}
-	err = make_host(r, tier == RESIDENCY_ARENA ? HOST_ARENA : HOST_MAPPED, ret_error);
-	if (err == 0) {
-		err = host_load_trunk(r->catalog, true, stop, &r->trunk_locked);
-		if (err < 0 && err != -ECANCELED)
-			return fail(ret_error, err, "%s: cannot be read: %s", r->model->path,
-				    strerror(-err));
-	}
-	if (err < 0)
-		return err;
-	enforce(r);
-	begin_warm(r);
-	return 0;
-}
-
-int residency_new(const struct model *m, const struct residency_config *c, uint64_t fixed_bytes,
-		  uint64_t kv_min_bytes, struct residency_shared *shared, const atomic_bool *stop,
-		  struct residency **ret, char **ret_reason, char **ret_error)
-{
-	const struct disk_config disk = { .queue_depth = c->queue_depth };
-	struct residency *r = calloc(1, sizeof(*r));
-	struct choose_facts facts;
-	enum residency_tier tier;
-	int err;
-
-	if (!r)
-		return -ENOMEM;
-	r->model = m;
-	r->catalog = m->catalog;
-	r->config = *c;
-	r->shared = shared;
-	r->fixed = fixed_bytes;
-	r->kv = 0;
-	prefetch_init(&r->prefetch, c->prefetch);
-	err = allocate(r);
-	if (err == 0)
-		err = set_budget(r, &facts, kv_min_bytes, ret_error);
-	if (err < 0) {
-		residency_free(r);
-		return err;
-	}
-	if (r->catalog->n_blocks == 0)
-		facts.wanted = RESIDENCY_UNMANAGED;
-	if (c->tier == RESIDENCY_AUTO && r->catalog->n_blocks > 0 &&
-	    facts.needed_bytes > facts.budget_bytes)
-		choose_measure(r->catalog, &disk, &facts.mapped_bps, &facts.arena_bps);
-	r->small = facts.needed_bytes <= facts.available_bytes / CHOOSE_SMALL_SHARE;
-	tier = choose_tier(&facts, ret_reason);
-	if (tier == RESIDENCY_UNMANAGED) /* also a toy when memory is short */
-		r->budget = r->at_load = r->configured = MAX(r->budget, facts.needed_bytes);
-	err = r->budget < r->floor ? refuse_budget(r, m->path, ret_error)
-				   : start(r, tier, stop, ret_error);
-	if (err < 0) {
-		residency_free(r);
-		return err;
-	}
-	atomic_store(&shared->target_bytes, 0);
-	residency_publish(r);
-	*ret = r;
-	return 0;
-}
-
-struct residency *residency_free(struct residency *r)
-{
-	if (!r)
-		return NULL;
-	stop_loader(r);
-	end_layer(r);
-	(void)residency_save_heat(r);
-	host_free(r->host);
-	evict_free(r->evict);
-	admission_free(r->admission);
-	free(r->heat_file);
-	free(r->wanted);
-	free(r->index_of);
-	free(r->keep);
-	free(r->transient);
-	free(r->guessed);
-	free(r->ahead);
-	free(r->transients);
-	free(r->checked);
-	free(r->warm);
-	free(r->layers);
-	free(r->of_layer);
-	free(r->ordinal);
-	free(r->record_counts);
-	free(r->record_experts);
-	free(r);
-	return NULL;
 }
