@@ -79,6 +79,47 @@ struct cuda_moe {
 	uint32_t hidden_rows; /* how many of them fit in the shared memory: n_used, or fewer and slower; 0 means 1 */
 };
 
+/*
+ * The experts of a layer over many tokens. Places are the (token, choice) pairs sorted by expert; rows of act, y and result are by place.
+ * A tile: n places of one expert, from `first`; 1 <= n <= CUDA_TILE_COLS.
+ */
+struct cuda_moe_tile {
+	uint32_t expert, first, n;
+};
+
+/* cuda_moe_tiled_TYPE: y[place][r] = <row r of a matrix of the tile's expert, act row of the place>, as cuda_matmul_tiled_TYPE computes it. Nothing
+ * is written for the places of an expert that is not on the device. grid: ceil(n_rows / CUDA_TILE_ROWS), n_tiles (or 65535, if that is less: tiles
+ * go round). */
+struct cuda_moe_tiled {
+	const struct cuda_expert *experts; /* of this layer, [n_expert] */
+	const struct cuda_moe_tile *tiles; /* [n_tiles] */
+	const void *act;                   /* in cpu_act_type(TYPE) */
+	float *y;
+	uint64_t w_stride, act_stride, y_stride; /* bytes, bytes, floats */
+	uint32_t n, n_rows, n_tiles;
+	uint32_t matrix; /* 0 gate, 1 up, 2 down */
+};
+
+/* cuda_gather_rows: to[i][0..bytes) = from[index[i]][0..bytes). All addresses, strides and bytes are multiples of 2, and faster as multiples of 4.
+ * grid: ceil(bytes / (4 * CUDA_THREADS)), n_rows (or 65535, if that is less: rows go round). */
+struct cuda_gather_rows {
+	const void *from;
+	const uint32_t *index; /* [n_rows] */
+	void *to;
+	uint64_t from_stride, to_stride; /* bytes */
+	uint32_t n_rows, bytes;
+};
+
+/* cuda_moe_sum: out[t] += sum over k in order of weight[t * n_used + k] * result[place[t * n_used + k]]. grid: ceil(n_embd / CUDA_THREADS), n_tok
+ * (or 65535, if that is less: tokens go round). */
+struct cuda_moe_sum {
+	const float *result;   /* [place][n_embd] */
+	const uint32_t *place; /* [n_tok * n_used] */
+	const float *weight;   /* the same */
+	float *out;            /* [n_tok][n_embd] */
+	uint32_t n_tok, n_used, n_embd;
+};
+
 /* cuda_rms_norm: y[r] = rms_norm(x[r]) * w (w NULL: ones). y may be x. grid: n_rows. */
 struct cuda_norm {
 	const float *x, *w;
@@ -147,11 +188,13 @@ struct cuda_attention {
  * cuda_attention_join: after it, where partial is not NULL: the splits of each head to out. grid: n_head, n_rows. Long sequences of few rows leave
  * most of a card idle without splits. */
 
-/* cuda_conv_silu: as cpu conv_silu of every span; state (kernel-1) * n_ch floats at span->recurrent. grid: ceil(n_ch / CUDA_THREADS), n_spans. */
+/* cuda_conv_silu: as cpu conv_silu of every span; state (kernel-1) * n_ch floats at span->recurrent + state_offset.
+ * grid: ceil(n_ch / CUDA_THREADS), n_spans. */
 struct cuda_conv {
 	const float *x, *w;
 	float *y;
 	const struct cuda_span *spans;
+	uint64_t state_offset; /* floats */
 	uint32_t n_ch, kernel, n_spans;
 };
 
@@ -175,6 +218,16 @@ struct cuda_delta_rule {
 	uint64_t state_offset; /* floats */
 	uint32_t n_ch, n_head_k, n_head_v, k_dim, v_dim, n_spans;
 };
+/* cuda_delta_chunk: the same for spans of many rows, CUDA_DELTA_CHUNK of them at once; either kernel goes on where the other stopped. Sums are
+ * made in another order, so results differ from those of cuda_delta_rule, and with where rows are cut, by a few roundings; to the bit they are the
+ * same where cuts are at multiples of CUDA_DELTA_CHUNK rows of the span. A chunk takes as long with one row in it as with all. grid: n_head_v,
+ * n_spans, ceil(v_dim / CUDA_DELTA_COLUMNS). Dynamic shared memory: CUDA_DELTA_CHUNK_SHARED(k_dim). k_dim <= CUDA_HEAD_MAX. */
+#define CUDA_DELTA_CHUNK               32
+#define CUDA_DELTA_COLUMNS             32
+#define CUDA_DELTA_CHUNK_SHARED(k_dim) (13952 + ((k_dim) + 63) / 64 * 8192)
+/* Rows of a span from which on it is worth it. Counted, not measured: a row takes about as many instructions as in cuda_delta_rule, but in twice the
+ * warps and without a chain from row to row, which is what a card with multiprocessors to spare waits for; a last chunk that is not full must not matter. */
+#define CUDA_DELTA_CHUNK_MIN           256
 
 /* cuda_route: softmax over n_expert, the n_used largest (of equals the lower number first), renormalised. grid: n_tok. */
 struct cuda_route {

@@ -26,7 +26,7 @@ KERNEL(cuda_conv_silu, struct cuda_conv, a)
 	const float *restrict x = a.x + (uint64_t)s->row * a.n_ch + c;
 	const float *restrict w = a.w + (uint64_t)c * a.kernel;
 	float *restrict y = a.y + (uint64_t)s->row * a.n_ch + c;
-	float *state = s->recurrent + c;
+	float *state = s->recurrent + a.state_offset + c;
 
 	if (c >= a.n_ch)
 		return;

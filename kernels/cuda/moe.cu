@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * moe.cu: the experts of a layer in two launches: gate, up and SwiGLU of every chosen expert, then
- * down and the weighted sum.
+ * moe.cu: the experts of a layer over few tokens, in two launches: gate, up and SwiGLU of every
+ * chosen expert, then down and the weighted sum.
  *
  * Owns no state. Launched as args.h says. Which experts are on the device is in a table that the
  * host changes between launches; refuses to know how they came there. Invariant: a token's sum

@@ -4,7 +4,8 @@
  *
  * Owns no state. Launched as args.h says. Refuses to know what is chosen. Invariant: an index that
  * is written is below the number of things to choose from, whatever the logits hold: not-a-number
- * never wins, of equals the lower index does. Where nothing wins, 0 is chosen, as on the CPU.
+ * never wins, of equals the lower index does. Where nothing wins, the k-th choice is k: a token has no
+ * expert twice, as on the CPU.
  */
 #include "kernels/cuda/device.cuh"
 
@@ -55,7 +56,7 @@ KERNEL(cuda_route, struct cuda_route, a)
 	scale = 1.0f / warp_sum(sum);
 
 	for (uint32_t k = 0; k < a.n_used; k++) {
-		struct choice best = { -1.0f, 0 };
+		struct choice best = { -1.0f, k };
 
 		for (uint32_t e = threadIdx.x; e < a.n_expert; e += CUDA_WARP) {
 			struct choice c = { expf(logits[e] - max) * scale, e };
