@@ -316,6 +316,13 @@ uint64_t catalog_block_bytes(const struct catalog *c, uint32_t block)
 	return c->layers[catalog_layer_of(c, block)].block_bytes;
 }
 
+bool catalog_in_trunk(const struct catalog *c, const struct gguf_tensor *t)
+{
+	struct role role = role_of(t->name);
+
+	return !role.expert && !(role.in_layer && role.layer >= c->n_layers);
+}
+
 void catalog_block(const struct catalog *c, uint32_t block, struct catalog_block *ret)
 {
 	uint32_t layer = catalog_layer_of(c, block);

@@ -65,3 +65,5 @@ DEFINE_CLEANUP(struct catalog *, catalog_free)
 void catalog_block(const struct catalog *c, uint32_t block, struct catalog_block *ret);
 uint32_t catalog_layer_of(const struct catalog *c, uint32_t block); /* O(log layers) */
 uint64_t catalog_block_bytes(const struct catalog *c, uint32_t block);
+/* Of the model's file: neither a block's matrix nor of a layer that does not run. */
+bool catalog_in_trunk(const struct catalog *c, const struct gguf_tensor *t);

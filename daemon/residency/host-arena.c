@@ -224,6 +224,7 @@ const struct host_ops host_arena_ops = {
 	.stop = arena_stop,
 	.growth = arena_growth,
 	.fetch = arena_fetch,
+	.adopt = take_place,
 	.give_up = arena_give_up,
 	.left = arena_left,
 	.trim = arena_trim,

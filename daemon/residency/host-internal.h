@@ -45,6 +45,8 @@ struct host_ops {
 	uint64_t (*growth)(const struct host *h, uint32_t block);
 	/* Charges it and fills in kind and pieces. */
 	void (*fetch)(struct host *h, uint32_t block, struct disk_job *job);
+	/* Charges it; NULL: only the file's own pages can be a block. */
+	void (*adopt)(struct host *h, uint32_t block);
 	/* The block is ABSENT by now, its job still there: gives up what it has. */
 	void (*give_up)(struct host *h, uint32_t block);
 	/* A DISK_EVICT job ended. */

@@ -9,6 +9,7 @@
 #include "daemon/residency/disk-internal.h"
 #include "daemon/residency/host-internal.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 
 #define STEP_BYTES \
@@ -112,6 +113,34 @@ int host_load_trunk(const struct catalog *c, bool huge, const atomic_bool *stop,
 	}
 	*ret_locked_bytes = locked;
 	return 0;
+}
+
+static void drop(const struct catalog *c, const struct catalog_range *r, uint64_t from, uint64_t to)
+{
+	uint64_t first = ALIGN_UP(from, (uint64_t)HOST_PAGE), end = to / HOST_PAGE * HOST_PAGE;
+	char *data = (char *)(uintptr_t)r->data + (first - r->offset);
+
+	if (first >= end || !r->data)
+		return;
+	(void)munlock(data, end - first);
+	(void)madvise(data, end - first, MADV_DONTNEED);
+	(void)posix_fadvise(gguf_part(c->gguf, r->part)->fd, (off_t)first, (off_t)(end - first),
+			    POSIX_FADV_DONTNEED);
+}
+
+void host_drop_trunk(const struct catalog *c, const struct gguf_tensor *keep)
+{
+	for (size_t i = 0; i < c->n_trunk; i++) {
+		const struct catalog_range *r = &c->trunk[i];
+		uint64_t end = r->offset + r->bytes, from = end, to = end;
+
+		if (keep->part == r->part && keep->offset >= r->offset && keep->offset < end) {
+			from = keep->offset;
+			to = keep->offset + keep->bytes;
+		}
+		drop(c, r, r->offset, from);
+		drop(c, r, to, end);
+	}
 }
 
 int host_load_all(const struct catalog *c, const atomic_bool *stop)

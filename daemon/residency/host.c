@@ -310,6 +310,29 @@ int host_fetch(struct host *h, uint32_t block, bool urgent)
 	return 0;
 }
 
+bool host_can_adopt(const struct host *h)
+{
+	return h->ops->adopt != NULL;
+}
+
+int host_adopt(struct host *h, uint32_t block, void *ret_matrix[CATALOG_MATRICES])
+{
+	struct host_block *b = &h->blocks[block];
+
+	assert(block < h->catalog->n_blocks && b->state == HOST_ABSENT && !b->job);
+	if (!host_can_adopt(h))
+		return -EOPNOTSUPP;
+	b->job = host_job_new(block, false);
+	if (!b->job)
+		return -ENOMEM;
+	h->ops->adopt(h, block);
+	b->state = HOST_HERE;
+	h->n_here++;
+	for (unsigned i = 0; i < CATALOG_MATRICES; i++)
+		ret_matrix[i] = (void *)(uintptr_t)host_matrix(h, block, i);
+	return 0;
+}
+
 void host_hurry(struct host *h, uint32_t block)
 {
 	assert(block < h->catalog->n_blocks);

@@ -53,6 +53,10 @@ bool host_has_room(const struct host *h, uint32_t block, uint64_t limit_bytes);
 
 /* ABSENT -> COMING. The caller has seen to room. urgent: somebody waits. -ENOMEM: the block stays ABSENT. */
 int host_fetch(struct host *h, uint32_t block, bool urgent);
+/* ABSENT -> HERE without reading (arena): the caller has seen to room, and writes each matrix to its address (catalog order, NULL where the
+ * layer has none) before it calls anything else here but host_evict() of the block. -EOPNOTSUPP: mapped; -ENOMEM: the block stays ABSENT. */
+int host_adopt(struct host *h, uint32_t block, void *ret_matrix[CATALOG_MATRICES]);
+bool host_can_adopt(const struct host *h);
 /* COMING: from now on somebody waits for it. */
 void host_hurry(struct host *h, uint32_t block);
 /* A fetch that ended: 1 and *ret_block (HERE, or ABSENT again and *ret_err < 0), or 0: none (wait: none on its way). */
@@ -77,5 +81,7 @@ void host_get_counters(const struct host *h, struct host_counters *ret);
  * Locks as much as RLIMIT_MEMLOCK allows. -EIO. */
 int host_load_trunk(const struct catalog *c, bool huge, const atomic_bool *stop,
 		    uint64_t *ret_locked_bytes);
+/* The trunk is on a card: its whole pages leave the host's memory, but for those of `keep`. What stays mapped comes back when it is touched. */
+void host_drop_trunk(const struct catalog *c, const struct gguf_tensor *keep);
 /* Everything fits: MADV_HUGEPAGE over all of the file before the first touch, then populated likewise. */
 int host_load_all(const struct catalog *c, const atomic_bool *stop);

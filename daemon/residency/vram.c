@@ -3,9 +3,9 @@
  * vram.c: slots in the card's memory, and the stream that fills them. See vram.h.
  *
  * Owns chunks, the table of experts, the copy stream, its events and two pieces of page-locked memory. Engine thread
- * only. Two streams touch a slot: `copy` writes it; `compute` reads it, and moves blocks between slots. A copy has ended
- * before `compute` hears of the block; the other way round a free slot remembers a mark in `compute`, behind which nobody
- * reads it. The table is written on `compute` alone: a kernel finds it as it was when the kernel was launched.
+ * only. Two streams touch a slot: `copy` writes it; `compute` reads it, and moves blocks between slots. `compute` waits for
+ * the end of a copy before it hears of the block; the other way round a free slot remembers a mark in `compute`, behind which
+ * nobody reads it. The table is written on `compute` alone: a kernel finds it as it was when the kernel was launched.
  * Invariants: slots[i].block == b exactly when b is not ABSENT and b.slot == i; the free slots of chunks that are there
  * are in their class's list, the one that was left first in front; what a copy that failed has begun to write into one of
  * them ends before the next copy begins, and before anything is moved (vram_set_limit()).
@@ -27,6 +27,7 @@
 #define ENTRIES       32U
 
 struct vram_block {
+	struct vram_job *job; /* its copy, until that is taken */
 	uint32_t slot;
 	uint8_t class;
 	uint8_t state; /* enum vram_state */
@@ -55,11 +56,12 @@ struct vram_class {
 	uint32_t free_first, free_last;
 };
 
-/* A copy to the card, until it is taken. */
+/* A copy to the card, until its end was seen. */
 struct vram_job {
 	struct vram_job *next;
 	struct cuda_event *start, *end;
 	uint32_t block;
+	bool abandoned; /* the block has left before that */
 };
 
 /* Page-locked memory out of which a stream copies: filled a half at a time, and a half only when all of it was read. */
@@ -79,11 +81,12 @@ struct vram {
 	struct vram_block *blocks;
 	struct vram_class classes[CLASSES_MAX]; /* largest first */
 	uint32_t n_classes, n_here, n_coming;
+	uint32_t n_unconfirmed;    /* of those HERE */
 	struct cuda_expert *table; /* in the card, [n_blocks] */
 	struct vram_staging staging, entries;
 	struct cuda_event *marks[MARKS];
 	uint64_t n_marks;
-	struct vram_job *coming, **coming_end; /* in the order of the copy stream */
+	struct vram_job *jobs, **jobs_end; /* in the order of the copy stream */
 	struct vram_job *idle;
 	struct vram_counters counters;
 	bool lost;
@@ -290,11 +293,47 @@ static struct cuda_expert entry_of(struct vram *v, uint32_t block, uint32_t slot
 
 /* ---- copies to the card ---- */
 
-static int job_new(struct vram *v, uint32_t block, struct vram_job **ret)
+static void job_idle(struct vram *v, struct vram_job *job)
 {
-	struct vram_job *job = v->idle;
+	job->next = v->idle;
+	v->idle = job;
+}
+
+/* The first has ended. */
+static void count_first(struct vram *v, uint64_t us)
+{
+	struct vram_job *job = v->jobs;
+
+	v->jobs = job->next;
+	if (!v->jobs)
+		v->jobs_end = &v->jobs;
+	v->counters.blocks_copied++;
+	v->counters.bytes_copied += catalog_block_bytes(v->catalog, job->block);
+	v->counters.copy_us += us;
+	job_idle(v, job);
+}
+
+/* Has the first ended? -EAGAIN: not yet. */
+static int first_ended(struct vram *v, bool wait, uint64_t *ret_us)
+{
+	const struct vram_job *job = v->jobs;
 	int r;
 
+	r = wait ? cuda_event_synchronize(v->driver, job->end) : cuda_event_query(v->driver, job->end);
+	if (r < 0)
+		return check(v, r);
+	return check(v, cuda_event_elapsed(v->driver, job->start, job->end, ret_us));
+}
+
+static int job_new(struct vram *v, uint32_t block, struct vram_job **ret)
+{
+	struct vram_job *job;
+	uint64_t us;
+	int r;
+
+	while (v->jobs && v->jobs->abandoned && first_ended(v, false, &us) == 0)
+		count_first(v, us);
+	job = v->idle;
 	if (job) {
 		v->idle = job->next;
 	} else {
@@ -311,14 +350,9 @@ static int job_new(struct vram *v, uint32_t block, struct vram_job **ret)
 		}
 	}
 	job->block = block;
+	job->abandoned = false;
 	*ret = job;
 	return 0;
-}
-
-static void job_idle(struct vram *v, struct vram_job *job)
-{
-	job->next = v->idle;
-	v->idle = job;
 }
 
 static void free_jobs(struct vram *v, struct vram_job *job)
@@ -331,20 +365,6 @@ static void free_jobs(struct vram *v, struct vram_job *job)
 		free(job);
 		job = next;
 	}
-}
-
-static void unlist_job(struct vram *v, uint32_t block)
-{
-	struct vram_job **p = &v->coming, *job;
-
-	while ((*p)->block != block)
-		p = &(*p)->next;
-	job = *p;
-	*p = job->next;
-	if (!*p)
-		v->coming_end = p;
-	v->n_coming--;
-	job_idle(v, job);
 }
 
 /* Bytes [from, from + bytes) of the block as it will lie in the slot. */
@@ -409,55 +429,82 @@ int vram_fetch(struct vram *v, uint32_t block, const void *const matrix[CATALOG_
 	}
 	occupy(v, block);
 	v->blocks[block].state = VRAM_COMING;
+	v->blocks[block].job = job;
 	v->n_coming++;
 	job->next = NULL;
-	*v->coming_end = job;
-	v->coming_end = &job->next;
+	*v->jobs_end = job;
+	v->jobs_end = &job->next;
+	return 0;
+}
+
+int vram_expect(struct vram *v, uint32_t block)
+{
+	struct vram_block *b = &v->blocks[block];
+	struct cuda_expert e;
+	int r;
+
+	assert(block < v->catalog->n_blocks && b->state == VRAM_COMING);
+	if (v->lost)
+		return -ENODEV;
+	e = entry_of(v, block, b->slot);
+	r = check(v, cuda_stream_wait(v->driver, v->compute, b->job->end));
+	if (r == 0)
+		r = set_entry(v, block, &e);
+	if (r < 0)
+		return r;
+	b->state = VRAM_HERE;
+	v->n_coming--;
+	v->n_here++;
+	v->n_unconfirmed++;
 	return 0;
 }
 
 int vram_take(struct vram *v, bool wait, uint32_t *ret_block)
 {
-	const struct vram_job *job = v->coming;
-	struct cuda_expert e;
-	uint64_t us = 0;
-	uint32_t block;
-	int r;
-
 	if (v->lost)
 		return -ENODEV;
-	if (!job)
-		return 0;
-	block = job->block;
-	r = wait ? cuda_event_synchronize(v->driver, job->end) : cuda_event_query(v->driver, job->end);
-	if (r == -EAGAIN)
-		return 0;
-	e = entry_of(v, block, v->blocks[block].slot);
-	if ((r = check(v, r)) < 0 ||
-	    (r = check(v, cuda_event_elapsed(v->driver, job->start, job->end, &us))) < 0 ||
-	    (r = check(v, cuda_stream_wait(v->driver, v->compute, job->end))) < 0 ||
-	    (r = set_entry(v, block, &e)) < 0)
-		return r;
-	unlist_job(v, block);
-	v->blocks[block].state = VRAM_HERE;
-	v->n_here++;
-	v->counters.blocks_copied++;
-	v->counters.bytes_copied += catalog_block_bytes(v->catalog, block);
-	v->counters.copy_us += us;
-	*ret_block = block;
-	return 1;
+	while (v->jobs) {
+		uint32_t block = v->jobs->block;
+		bool abandoned = v->jobs->abandoned;
+		uint64_t us = 0;
+		int r;
+
+		/* Nobody waits for what was abandoned, but it may be in front. */
+		r = first_ended(v, wait && v->n_coming + v->n_unconfirmed > 0, &us);
+		if (r == -EAGAIN)
+			return 0;
+		if (r == 0 && !abandoned && v->blocks[block].state == VRAM_COMING)
+			r = vram_expect(v, block);
+		if (r < 0)
+			return r;
+		count_first(v, us);
+		if (abandoned)
+			continue;
+		v->blocks[block].job = NULL;
+		v->n_unconfirmed--;
+		*ret_block = block;
+		return 1;
+	}
+	return 0;
 }
 
 /* ---- leaving ---- */
 
 static void leave(struct vram *v, uint32_t block)
 {
-	if (v->blocks[block].state == VRAM_COMING)
-		unlist_job(v, block);
-	else
+	struct vram_block *b = &v->blocks[block];
+
+	if (b->job)
+		b->job->abandoned = true;
+	if (b->state == VRAM_COMING) {
+		v->n_coming--;
+	} else {
 		v->n_here--;
-	vacate(class_of(v, block), v->blocks[block].slot);
-	v->blocks[block].state = VRAM_ABSENT;
+		v->n_unconfirmed -= b->job != NULL;
+	}
+	b->job = NULL;
+	vacate(class_of(v, block), b->slot);
+	b->state = VRAM_ABSENT;
 	v->counters.blocks_evicted++;
 }
 
@@ -469,7 +516,7 @@ int vram_evict(struct vram *v, uint32_t block)
 	assert(block < v->catalog->n_blocks && v->blocks[block].state == VRAM_HERE);
 	if (v->lost)
 		return -ENODEV;
-	/* The mark first: after the table has changed nothing may fail. */
+	/* Behind the copy too, for which `compute` waits. The mark first: after the table has changed nothing may fail. */
 	r = mark(v, &left);
 	if (r == 0)
 		r = set_entry(v, block, &(struct cuda_expert){});
@@ -605,28 +652,24 @@ int vram_set_limit(struct vram *v, uint64_t limit_bytes, uint8_t *gone)
 	return r;
 }
 
-int vram_download(struct vram *v, uint32_t block, void *to, uint64_t bytes)
+int vram_download(struct vram *v, uint32_t block, void *const matrix[CATALOG_MATRICES])
 {
 	const struct catalog_layer *l;
 	const char *memory;
-	uint64_t at[CATALOG_MATRICES], done = 0;
+	uint64_t at[CATALOG_MATRICES];
 	int r = 0, waited;
 
 	assert(block < v->catalog->n_blocks && v->blocks[block].state == VRAM_HERE);
 	if (v->lost)
 		return -ENODEV;
 	l = layer_of(v, block);
-	assert(bytes == l->block_bytes);
 	memory = slot_memory(class_of(v, block), v->blocks[block].slot);
 	layout(l, at);
-	/* Not behind what is being computed: that reads the block too. */
-	for (unsigned i = 0; i < CATALOG_MATRICES && r == 0; i++) {
-		if (!l->matrix[i])
-			continue;
-		r = check(v, cuda_download(v->driver, (char *)to + done, memory + at[i],
-					   l->expert_bytes[i], v->copy));
-		done += l->expert_bytes[i];
-	}
+	/* Behind its copy, but not behind what is being computed: that reads the block too. */
+	for (unsigned i = 0; i < CATALOG_MATRICES && r == 0; i++)
+		if (l->matrix[i])
+			r = check(v, cuda_download(v->driver, matrix[i], memory + at[i],
+						   l->expert_bytes[i], v->copy));
 	waited = check(v, cuda_stream_synchronize(v->driver, v->copy));
 	return r < 0 ? r : waited;
 }
@@ -764,7 +807,7 @@ int vram_new(struct cuda_driver *d, struct cuda_stream *compute, const struct ca
 	v->compute = compute;
 	v->catalog = c;
 	v->chunk_bytes = chunk_bytes ? chunk_bytes : VRAM_CHUNK_BYTES;
-	v->coming_end = &v->coming;
+	v->jobs_end = &v->jobs;
 	r = start(v, staging_bytes);
 	if (r < 0) {
 		vram_free(v);
@@ -783,7 +826,7 @@ struct vram *vram_free(struct vram *v)
 		(void)cuda_stream_synchronize(v->driver, v->copy);
 	if (v->table)
 		(void)cuda_stream_synchronize(v->driver, v->compute);
-	free_jobs(v, v->coming);
+	free_jobs(v, v->jobs);
 	free_jobs(v, v->idle);
 	for (uint32_t i = 0; i < MARKS; i++)
 		cuda_event_free(v->driver, v->marks[i]);
@@ -821,6 +864,38 @@ uint64_t vram_class_bytes(const struct vram *v, uint8_t class)
 	return v->classes[class].bytes;
 }
 
+uint32_t vram_n_blocks(const struct vram *v, uint8_t class)
+{
+	return v->classes[class].n_blocks;
+}
+
+uint32_t vram_n_slots(const struct vram *v, uint8_t class)
+{
+	return v->classes[class].n_slots;
+}
+
+uint32_t vram_n_used(const struct vram *v, uint8_t class)
+{
+	return v->classes[class].n_used;
+}
+
+uint32_t vram_n_room(const struct vram *v, uint8_t class)
+{
+	const struct vram_class *k = &v->classes[class];
+	uint64_t chunk = next_chunk_bytes(v, k), left = v->limit - MIN(v->limit, v->bytes);
+	uint32_t room = k->n_slots - k->n_used;
+
+	if (chunk > 0 && left >= chunk)
+		room += (uint32_t)MIN(left / chunk * next_chunk_slots(k),
+				      (uint64_t)(k->n_blocks - k->n_slots));
+	return room;
+}
+
+uint64_t vram_chunk_bytes(const struct vram *v)
+{
+	return v->chunk_bytes;
+}
+
 uint64_t vram_bytes(const struct vram *v)
 {
 	return v->bytes;
@@ -840,6 +915,12 @@ enum vram_state vram_state(const struct vram *v, uint32_t block)
 {
 	assert(block < v->catalog->n_blocks);
 	return (enum vram_state)v->blocks[block].state;
+}
+
+bool vram_confirmed(const struct vram *v, uint32_t block)
+{
+	assert(block < v->catalog->n_blocks);
+	return v->blocks[block].state == VRAM_HERE && !v->blocks[block].job;
 }
 
 bool vram_has_room(const struct vram *v, uint32_t block)

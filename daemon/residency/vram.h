@@ -5,8 +5,9 @@
  * Owned by the engine's CUDA backend, engine thread only. Says what is where and does as told, like host.h: which block is worth a slot is
  * evict.h's and residency.h's to say. Refuses to know arithmetic. Memory is taken in chunks of VRAM_CHUNK_BYTES, so that it can be given
  * back chunk by chunk; slots of one class have one size (classes as in host.h: sizes within 10 % share the larger).
- * Invariants: a block is ABSENT, COMING or HERE; a slot that a kernel may still read is not written before that kernel has ended; bytes of
- * chunks never go above the limit, but by what could not be given back yet.
+ * Invariants: a block is ABSENT, COMING or HERE; HERE: what is launched on `compute` from now on finds it, whole, though its copy may not have
+ * ended yet (then it is not confirmed); a slot that a kernel may still read is not written before that kernel has ended; bytes of chunks never
+ * go above the limit, but by what could not be given back yet.
  */
 #pragma once
 
@@ -23,7 +24,8 @@ struct vram;
 enum vram_state { VRAM_ABSENT, VRAM_COMING, VRAM_HERE };
 
 struct vram_counters {
-	uint64_t blocks_copied, bytes_copied, copy_us; /* host to card */
+	/* Host to card, once the end was seen; of blocks that have left before, too. */
+	uint64_t blocks_copied, bytes_copied, copy_us;
 	uint64_t blocks_evicted, blocks_moved; /* moved: inside the card, to close a chunk */
 	uint64_t chunks_given_back;
 };
@@ -38,6 +40,12 @@ struct vram *vram_free(struct vram *v); /* waits for copies; also after the devi
 uint32_t vram_n_classes(const struct vram *v);
 uint8_t vram_class(const struct vram *v, uint32_t block);
 uint64_t vram_class_bytes(const struct vram *v, uint8_t class); /* of a slot */
+uint32_t vram_n_blocks(const struct vram *v, uint8_t class);    /* of the model */
+uint32_t vram_n_slots(const struct vram *v, uint8_t class);     /* in chunks that are there */
+uint32_t vram_n_used(const struct vram *v, uint8_t class);
+/* Slots that are free or can come to be within the limit. (The chunks of all classes share that.) */
+uint32_t vram_n_room(const struct vram *v, uint8_t class);
+uint64_t vram_chunk_bytes(const struct vram *v);
 
 /* How much of the card may be chunks. Less than now: the chunks with the fewest blocks are emptied (their blocks move to free slots of other
  * chunks, inside the card, or must go: `gone` (n_blocks bits, lowest first, may be NULL) says which did) and given back before it returns,
@@ -47,6 +55,7 @@ int vram_set_limit(struct vram *v, uint64_t limit_bytes, uint8_t *gone);
 uint64_t vram_bytes(const struct vram *v); /* of chunks */
 uint32_t vram_n_here(const struct vram *v);
 enum vram_state vram_state(const struct vram *v, uint32_t block);
+bool vram_confirmed(const struct vram *v, uint32_t block); /* HERE, and vram_take() has said so */
 /* Is there a free slot, or room under the limit for another chunk? */
 bool vram_has_room(const struct vram *v, uint32_t block);
 
@@ -54,15 +63,19 @@ bool vram_has_room(const struct vram *v, uint32_t block);
  * memory may be reused when it returns; it may wait for a half of the staging area. Takes the free slot that was left first. -ENOSPC: no room;
  * -ENOMEM: the card has no chunk left, the limit falls to what there is; -ENODEV: lost; -EIO. The block is ABSENT after any of them. */
 int vram_fetch(struct vram *v, uint32_t block, const void *const matrix[CATALOG_MATRICES]);
-/* A copy that has ended: 1 and *ret_block (HERE; its table entry is ordered before everything that is launched on `compute` from now on),
- * 0: none (wait: none on its way); -EIO: it is COMING still, the next call tries again; -ENODEV. */
+/* COMING -> HERE, not confirmed: the card waits for the copy, before everything that is launched on `compute` from now on; the caller waits at
+ * most for earlier changes of the table. -EIO: it is COMING still; -ENODEV. */
+int vram_expect(struct vram *v, uint32_t block);
+/* A copy that has ended: 1 and *ret_block (HERE, as by vram_expect(), and confirmed: only now may the caller give up its own copy), 0: none
+ * (wait: none on its way of a block that has not left); -EIO: the block is as it was, the next call tries again; -ENODEV. */
 int vram_take(struct vram *v, bool wait, uint32_t *ret_block);
 unsigned vram_n_coming(const struct vram *v);
-/* HERE -> ABSENT: the table says NULL for what is launched from now on; the slot is reused only behind what was launched before.
- * -EIO: it is HERE still; -ENODEV. */
+/* HERE, confirmed or not (then vram_take() does not return it any more) -> ABSENT: the table says NULL for what is launched from now on; the
+ * slot is reused only behind what was launched before. -EIO: it is HERE still; -ENODEV. */
 int vram_evict(struct vram *v, uint32_t block);
-/* HERE: copies it back into host memory of the block's size (matrices one behind the other in catalog order); waits. Stays HERE. */
-int vram_download(struct vram *v, uint32_t block, void *to, uint64_t bytes);
+/* HERE: copies it back into host memory, each matrix to its address (catalog order, NULL where the layer has none); waits. Stays HERE.
+ * -EIO, -ENODEV: what is there is not the block. */
+int vram_download(struct vram *v, uint32_t block, void *const matrix[CATALOG_MATRICES]);
 
 /* Table of one layer in the card: struct cuda_expert [n_expert]; NULL gates where a block is not HERE. */
 const struct cuda_expert *vram_table(const struct vram *v, uint32_t layer);

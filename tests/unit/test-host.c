@@ -96,6 +96,27 @@ static void fetch_now(struct host *h, uint32_t block)
 	assert_int_equal(host_state(h, block), HOST_HERE);
 }
 
+/* As a copy that lay elsewhere comes back. */
+static void adopt(struct host *h, uint32_t block)
+{
+	const struct catalog_layer *l = &file.c->layers[catalog_layer_of(file.c, block)];
+	void *matrix[CATALOG_MATRICES];
+	struct catalog_block b;
+	uint32_t range = 0;
+
+	assert_int_equal(host_adopt(h, block, matrix), 0);
+	assert_int_equal(host_state(h, block), HOST_HERE);
+	catalog_block(file.c, block, &b);
+	for (unsigned i = 0; i < CATALOG_MATRICES; i++) {
+		if (!l->matrix[i]) {
+			assert_null(matrix[i]);
+			continue;
+		}
+		memcpy(matrix[i], file.copy + b.range[range].offset, b.range[range].bytes);
+		range++;
+	}
+}
+
 static void check_page_cache(const struct host *h, enum host_form form)
 {
 	if (!file.has_page_cache)
@@ -106,6 +127,14 @@ static void check_page_cache(const struct host *h, enum host_form form)
 
 		assert_int_equal(cached, want ? all : 0);
 	}
+}
+
+static void come(struct host *h, uint32_t block)
+{
+	if (host_can_adopt(h) && file_rnd(&file, 3) == 0)
+		adopt(h, block);
+	else
+		assert_int_equal(host_fetch(h, block, file_rnd(&file, 2)), 0);
 }
 
 /* One random act. pins: how often the test pinned each block. */
@@ -120,7 +149,7 @@ static void act(struct host *h, uint64_t limit, uint32_t *pins)
 	case 1:
 	case 2:
 		if (state == HOST_ABSENT && host_has_room(h, block, limit))
-			assert_int_equal(host_fetch(h, block, file_rnd(&file, 2)), 0);
+			come(h, block);
 		else if (state == HOST_COMING)
 			host_hurry(h, block);
 		break;
@@ -325,6 +354,92 @@ static void test_arena_trim(void **unused)
 	}
 	(void)host_trim(h);
 	assert_int_equal(host_bytes(h), 0);
+	host_free(h);
+}
+
+/* Contents that came from elsewhere are a block like any other, until it is read again. */
+static void test_adopt(void **unused)
+{
+	uint32_t first = file.c->layers[5].first_block, n = file.c->layers[5].n_expert;
+	uint32_t fused = file.c->layers[2].first_block;
+	void *matrix[CATALOG_MATRICES];
+	struct host_counters k;
+	uint64_t cost, full;
+	struct host *h;
+
+	(void)unused;
+	file_reopen(&file);
+	h = host_of(HOST_ARENA, false);
+	assert_true(host_can_adopt(h));
+	cost = host_class_bytes(h, host_class(h, first));
+	for (uint32_t b = first; b < first + n; b++)
+		adopt(h, b);
+	full = host_bytes(h);
+	assert_int_equal(full, ALIGN_UP(n * cost, HUGE));
+	assert_int_equal(host_n_here(h), n);
+	assert_int_equal(host_n_coming(h), 0);
+	for (uint32_t b = first; b < first + n; b++)
+		check_bytes(h, b);
+	host_get_counters(h, &k);
+	assert_int_equal(k.blocks_read, 0);
+	assert_int_equal(k.bytes_read, 0);
+
+	/* They move like others, and a hole is taken before new memory. */
+	for (uint32_t b = first; b < first + n / 2; b++)
+		host_evict(h, b);
+	assert_true(host_trim(h) > 0);
+	host_get_counters(h, &k);
+	assert_int_equal(k.moved_bytes, n / 2 * cost);
+	for (uint32_t b = first + n / 2; b < first + n; b++)
+		check_bytes(h, b);
+	host_evict(h, first + n - 1);
+	full = host_bytes(h);
+	adopt(h, first);
+	assert_int_equal(host_bytes(h), full);
+	check_bytes(h, first);
+
+	/* What was written is what is handed out, and the file's bytes after it was read. */
+	assert_int_equal(host_adopt(h, fused, matrix), 0);
+	assert_null(matrix[1]);
+	for (unsigned i = 0; i < CATALOG_MATRICES; i++) {
+		assert_ptr_equal(host_matrix(h, fused, i), matrix[i]);
+		if (matrix[i])
+			memset(matrix[i], 0x5a, file.c->layers[2].expert_bytes[i]);
+	}
+	assert_int_equal(*(const uint8_t *)host_matrix(h, fused, 2), 0x5a);
+	host_evict(h, fused);
+	fetch_now(h, fused);
+	check_bytes(h, fused);
+	for (uint32_t b = first; b < first + n; b++) {
+		if (host_state(h, b) == HOST_HERE)
+			host_evict(h, b);
+		fetch_now(h, b);
+		check_bytes(h, b);
+	}
+	check_page_cache(h, HOST_ARENA);
+	host_free(h);
+}
+
+static void test_adopt_mapped(void **unused)
+{
+	void *matrix[CATALOG_MATRICES] = { NULL, matrix, NULL };
+	struct host *h;
+	uint64_t bytes;
+
+	(void)unused;
+	file_reopen(&file);
+	h = host_of(HOST_MAPPED, false);
+	if (host_state(h, 0) == HOST_HERE)
+		host_evict(h, 0);
+	host_settle(h);
+	bytes = host_bytes(h);
+	assert_false(host_can_adopt(h));
+	assert_int_equal(host_adopt(h, 0, matrix), -EOPNOTSUPP);
+	assert_ptr_equal(matrix[1], matrix);
+	assert_int_equal(host_state(h, 0), HOST_ABSENT);
+	assert_int_equal(host_bytes(h), bytes);
+	fetch_now(h, 0);
+	check_bytes(h, 0);
 	host_free(h);
 }
 
@@ -647,6 +762,8 @@ int main(void)
 		cmocka_unit_test(test_life_arena_threads),
 		cmocka_unit_test(test_arena_account),
 		cmocka_unit_test(test_arena_trim),
+		cmocka_unit_test(test_adopt),
+		cmocka_unit_test(test_adopt_mapped),
 		cmocka_unit_test(test_start_with_page_cache),
 		cmocka_unit_test(test_no_major_faults),
 		cmocka_unit_test(test_touch_brings_one_page),

@@ -27,6 +27,7 @@ struct fixture {
 	struct cuda_function *copy;
 	struct vram *v;
 	enum vram_state *want; /* [n_blocks] */
+	bool *confirmed;       /* [n_blocks]; of those HERE */
 	uint64_t limit;
 	/* What kernels on `compute` were told to read, and where they put it. */
 	struct read {
@@ -97,8 +98,9 @@ static void open_tier(struct fixture *f)
 	assert_done(f, cuda_function(f->gpu, "cuda_copy_block", &f->copy));
 	assert_done(f, vram_new(f->gpu, f->compute, file.c, CHUNK, STAGING, &f->v));
 	f->want = calloc(file.c->n_blocks, sizeof(*f->want));
+	f->confirmed = calloc(file.c->n_blocks, sizeof(*f->confirmed));
 	f->were_here = calloc(file.c->n_blocks, sizeof(*f->were_here));
-	assert_true(f->want && f->were_here);
+	assert_true(f->want && f->confirmed && f->were_here);
 	for (unsigned i = 0; i < N_READS; i++)
 		assert_done(f, cuda_alloc(f->gpu, file.c->block_bytes_max, &f->reads[i].to));
 	assert_done(f, cuda_alloc(f->gpu, file.c->n_blocks * sizeof(*f->seen), &p));
@@ -116,6 +118,7 @@ static void close_all(struct fixture *f)
 {
 	vram_free(f->v);
 	free(f->want);
+	free(f->confirmed);
 	free(f->were_here);
 	cuda_close(f->gpu);
 }
@@ -172,25 +175,43 @@ static int evict(struct fixture *f, uint32_t block)
 	return r;
 }
 
+static int expect(struct fixture *f, uint32_t block)
+{
+	int r = vram_expect(f->v, block);
+
+	if (r == 0) {
+		f->want[block] = VRAM_HERE;
+		f->confirmed[block] = false;
+	}
+	return r;
+}
+
 static int take(struct fixture *f, bool wait)
 {
 	uint32_t block = CATALOG_NONE;
 	int r = vram_take(f->v, wait, &block);
 
 	if (r > 0) {
-		assert_true(block < file.c->n_blocks && f->want[block] == VRAM_COMING);
+		assert_true(block < file.c->n_blocks && f->want[block] != VRAM_ABSENT);
+		assert_true(f->want[block] == VRAM_COMING || !f->confirmed[block]);
 		f->want[block] = VRAM_HERE;
-	} else {
-		assert_int_equal(block, CATALOG_NONE);
+		f->confirmed[block] = true;
+		return r;
 	}
+	assert_int_equal(block, CATALOG_NONE);
+	for (uint32_t b = 0; r == 0 && wait && b < file.c->n_blocks; b++)
+		assert_true(f->want[b] == VRAM_ABSENT || (f->want[b] == VRAM_HERE && f->confirmed[b]));
 	return r;
 }
 
 static void take_all(struct fixture *f)
 {
-	while (vram_n_coming(f->v) > 0)
-		assert_int_equal(take(f, true), 1);
-	assert_int_equal(take(f, true), 0);
+	int r;
+
+	do
+		r = take(f, true);
+	while (r > 0);
+	assert_done(f, r);
 }
 
 static void bring(struct fixture *f, uint32_t block)
@@ -208,6 +229,7 @@ static void check_counts(const struct fixture *f)
 
 	for (uint32_t b = 0; b < file.c->n_blocks; b++) {
 		assert_int_equal(vram_state(f->v, b), f->want[b]);
+		assert_int_equal(vram_confirmed(f->v, b), f->want[b] == VRAM_HERE && f->confirmed[b]);
 		n[f->want[b]]++;
 	}
 	assert_int_equal(vram_n_here(f->v), n[VRAM_HERE]);
@@ -260,10 +282,10 @@ static void check_blocks(struct fixture *f)
 }
 
 /* A kernel that reads one matrix, some time. */
-static void start_read(struct fixture *f, uint32_t block, unsigned matrix)
+static void start_read_at(struct fixture *f, uint32_t block, unsigned matrix,
+			  const struct cuda_expert *e)
 {
-	struct cuda_expert e = entry_of(f, block);
-	const void *const at[] = { e.gate, e.up, e.down };
+	const void *const at[] = { e->gate, e->up, e->down };
 	struct read *r = &f->reads[f->n_reads++];
 	struct cuda_copy_block a = { .bytes = layer_of(block)->expert_bytes[matrix] / 4 * 4,
 				     .n_copies = 1 };
@@ -275,6 +297,13 @@ static void start_read(struct fixture *f, uint32_t block, unsigned matrix)
 	a.to[0] = r->to;
 	assert_done(f, cuda_launch(f->gpu, f->copy, (struct cuda_grid){ .x = 1, .y = 1 },
 				   f->compute, &a, sizeof(a)));
+}
+
+static void start_read(struct fixture *f, uint32_t block, unsigned matrix)
+{
+	struct cuda_expert e = entry_of(f, block);
+
+	start_read_at(f, block, matrix, &e);
 }
 
 /* And what stands for one that looks at the whole table. */
@@ -359,13 +388,27 @@ static void act_limit(struct fixture *f, unsigned *n_failed)
 	assert_int_equal(now.chunks_given_back > old.chunks_given_back, vram_bytes(f->v) < before);
 }
 
+/* For one launch, which stands behind the copy, and before what the slot gets next. */
+static void act_once(struct fixture *f, uint32_t block, unsigned *n_failed)
+{
+	if (f->want[block] != VRAM_ABSENT || !vram_has_room(f->v, block))
+		return;
+	if (failed(f, fetch(f, block), n_failed) || failed(f, expect(f, block), n_failed))
+		return;
+	if (!f->looked)
+		start_look(f);
+	if (f->n_reads < N_READS && file_rnd(&file, 2))
+		start_read(f, block, 2);
+	failed(f, evict(f, block), n_failed);
+}
+
 static void act(struct fixture *f, unsigned *n_failed)
 {
 	uint32_t block = (uint32_t)file_rnd(&file, file.c->n_blocks);
 	bool room = vram_has_room(f->v, block);
 	int r;
 
-	switch (file_rnd(&file, 10)) {
+	switch (file_rnd(&file, 12)) {
 	case 0:
 	case 1:
 	case 2:
@@ -394,6 +437,15 @@ static void act(struct fixture *f, unsigned *n_failed)
 	case 9:
 		if (file_rnd(&file, 6) == 0)
 			act_limit(f, n_failed);
+		break;
+	case 10: act_once(f, block, n_failed); break;
+	case 11:
+		/* Those on their way are few. */
+		for (uint32_t i = 0; i < file.c->n_blocks; i++, block = (block + 1) % file.c->n_blocks)
+			if (f->want[block] == VRAM_COMING) {
+				failed(f, expect(f, block), n_failed);
+				break;
+			}
 		break;
 	}
 }
@@ -586,6 +638,134 @@ static void test_copies_overlap(void **unused)
 	close_all(&f);
 }
 
+/* All blocks of layer 6, which are small and fill their only chunk, and where each lies. */
+static void fill_small(struct fixture *f, struct cuda_expert at[6])
+{
+	set_limit(f, UINT64_MAX);
+	for (uint32_t e = 0; e < 6; e++) {
+		bring(f, block_of(6, e));
+		at[e] = entry_of(f, block_of(6, e));
+	}
+}
+
+/* What is launched behind the expectation reads the block whole, although nobody waited for its copy. */
+static void test_expect(void **unused)
+{
+	uint32_t a = block_of(6, 0), b = block_of(6, 1);
+	struct cuda_expert at[6];
+	struct vram_counters n;
+	struct fixture f;
+
+	(void)unused;
+	CARD_OR_SKIP(&f, NULL, NULL, NULL);
+	open_tier(&f);
+	fill_small(&f, at);
+	assert_done(&f, evict(&f, a));
+	assert_done(&f, evict(&f, b));
+	inject(&f, NULL, "copy:60000");
+	/* The slot that was left first comes first. */
+	assert_done(&f, fetch(&f, b));
+	assert_done(&f, expect(&f, b));
+	start_read_at(&f, b, 0, &at[0]);
+	start_read_at(&f, b, 1, &at[0]);
+	start_read_at(&f, b, 2, &at[0]);
+	start_look(&f);
+	assert_done(&f, fetch(&f, a));
+	check_counts(&f);
+	assert_int_equal(take(&f, false), 0);
+	check_reads(&f);
+	check_counts(&f);
+	assert_int_equal(take(&f, true), 1);
+	assert_true(vram_confirmed(f.v, b));
+	assert_int_equal(vram_state(f.v, a), VRAM_COMING);
+	assert_int_equal(take(&f, true), 1);
+	assert_int_equal(take(&f, true), 0);
+	check_counts(&f);
+	vram_get_counters(f.v, &n);
+	assert_int_equal(n.blocks_copied, 8);
+	inject(&f, NULL, NULL);
+	check_blocks(&f);
+	close_all(&f);
+}
+
+/* Each comes for one launch, all into the same slot: none waits on the host, and none disturbs the one before it. */
+static void test_expect_for_one_launch(void **unused)
+{
+	uint32_t a = block_of(6, 0), b = block_of(6, 1);
+	struct cuda_expert at[6];
+	struct vram_counters n;
+	struct fixture f;
+
+	(void)unused;
+	CARD_OR_SKIP(&f, NULL, NULL, NULL);
+	open_tier(&f);
+	fill_small(&f, at);
+	assert_done(&f, evict(&f, a));
+	inject(&f, NULL, "copy:100000,launch:40000");
+	assert_done(&f, fetch(&f, a));
+	assert_done(&f, expect(&f, a));
+	start_read_at(&f, a, 0, &at[0]);
+	assert_done(&f, evict(&f, a));
+	check_counts(&f);
+	/* It is not returned, nor waited for. */
+	assert_int_equal(take(&f, true), 0);
+	vram_get_counters(f.v, &n);
+	assert_int_equal(n.blocks_copied, 6);
+	assert_done(&f, evict(&f, b));
+	assert_done(&f, fetch(&f, b));
+	assert_done(&f, expect(&f, b));
+	start_read_at(&f, b, 0, &at[0]);
+	start_read_at(&f, b, 2, &at[0]);
+	assert_done(&f, evict(&f, b));
+	assert_int_equal(take(&f, true), 0);
+	/* And again, where b was. */
+	assert_done(&f, fetch(&f, a));
+	assert_done(&f, expect(&f, a));
+	start_read_at(&f, a, 0, &at[1]);
+	check_counts(&f);
+	assert_int_equal(take(&f, false), 0);
+	assert_int_equal(take(&f, true), 1);
+	assert_true(vram_confirmed(f.v, a));
+	check_reads(&f);
+	check_counts(&f);
+	vram_get_counters(f.v, &n);
+	assert_int_equal(n.blocks_copied, 9);
+	assert_int_equal(n.blocks_evicted, 4);
+	inject(&f, NULL, NULL);
+	check_blocks(&f);
+	close_all(&f);
+}
+
+/* Copies whose blocks have left go from what is remembered without anybody taking them. */
+static void test_abandoned(void **unused)
+{
+	uint32_t a = block_of(6, 0);
+	struct vram_counters n;
+	size_t before = 0;
+	struct fixture f;
+
+	(void)unused;
+	CARD_OR_SKIP(&f, NULL, NULL, NULL);
+	open_tier(&f);
+	set_limit(&f, UINT64_MAX);
+	for (unsigned i = 0; i < 2000; i++) {
+		assert_done(&f, fetch(&f, a));
+		assert_done(&f, expect(&f, a));
+		assert_done(&f, evict(&f, a));
+		if (i % 8 == 0)
+			assert_done(&f, cuda_stream_synchronize(f.gpu, f.compute));
+		if (i == 100)
+			before = mallinfo2().uordblks;
+	}
+	/* (Under a sanitizer both numbers are 0.) */
+	assert_true(mallinfo2().uordblks <= before + 16384);
+	assert_done(&f, cuda_stream_synchronize(f.gpu, f.compute));
+	assert_int_equal(take(&f, false), 0);
+	vram_get_counters(f.v, &n);
+	assert_int_equal(n.blocks_copied, 2000);
+	close_all(&f);
+}
+
 /* ---- chunks ---- */
 
 static void test_classes(void **unused)
@@ -727,15 +907,17 @@ static void fill_chunks(struct fixture *f)
 		assert_done(f, evict(f, b));
 }
 
-/* What is moved is still being copied, and so is (of a copy that failed in its middle) what lies where it is moved to. */
-static void test_shrink_under_copies(void **unused)
+/*
+ * What is moved is still being copied, expected or not, and so is (of a copy that failed in its middle) what lies where it
+ * is moved to.
+ */
+static void shrink_under_copies(bool expected)
 {
 	static const uint32_t leaving[] = { 3, 0, 4, 5 };
 	_cleanup_(freep) uint8_t *gone = calloc(file.c->n_blocks, 1);
 	struct vram_counters n;
 	struct fixture f;
 
-	(void)unused;
 	assert_non_null(gone);
 	CARD_OR_SKIP(&f, NULL, NULL, NULL);
 	open_tier(&f);
@@ -748,7 +930,9 @@ static void test_shrink_under_copies(void **unused)
 	inject(&f, "copy:6", "copy:10000");
 	assert_done(&f, fetch(&f, 9));
 	assert_int_equal(fetch(&f, 11), -EIO);
-	assert_int_equal(vram_n_coming(f.v), 1);
+	if (expected)
+		assert_done(&f, expect(&f, 9));
+	assert_int_equal(vram_n_coming(f.v), !expected);
 	check_counts(&f);
 	f.limit = CHUNK;
 	assert_done(&f, vram_set_limit(f.v, f.limit, gone));
@@ -756,11 +940,35 @@ static void test_shrink_under_copies(void **unused)
 	vram_get_counters(f.v, &n);
 	assert_int_equal(n.blocks_moved, 1);
 	check_counts(&f);
-	take_all(&f);
+	assert_int_equal(take(&f, true), 1);
+	assert_int_equal(take(&f, true), 0);
 	check_counts(&f);
 	inject(&f, NULL, NULL);
 	check_blocks(&f);
+
+	/* Or it has to go, and is not taken any more. */
+	assert_done(&f, evict(&f, 9));
+	inject(&f, NULL, "copy:10000");
+	assert_done(&f, fetch(&f, 9));
+	if (expected)
+		assert_done(&f, expect(&f, 9));
+	f.limit = 0;
+	assert_done(&f, vram_set_limit(f.v, 0, gone));
+	assert_int_equal(count_bits(gone), 3);
+	for (uint32_t b = 0; b < file.c->n_blocks; b++)
+		f.want[b] = VRAM_ABSENT;
+	check_counts(&f);
+	assert_int_equal(take(&f, true), 0);
+	inject(&f, NULL, NULL);
+	check_blocks(&f);
 	close_all(&f);
+}
+
+static void test_shrink_under_copies(void **unused)
+{
+	(void)unused;
+	shrink_under_copies(false);
+	shrink_under_copies(true);
 }
 
 /* A chunk cannot be emptied to the end: what there is goes on, and its free slots are free. */
@@ -803,6 +1011,36 @@ static void test_shrink_fails(void **unused)
 }
 
 /* ---- failures ---- */
+
+/* Nothing has changed where expecting, confirming or leaving failed, and the next try is as good as the first. */
+static void test_expect_fails(void **unused)
+{
+	struct fixture f;
+
+	(void)unused;
+	CARD_OR_SKIP(&f, NULL, NULL, NULL);
+	open_tier(&f);
+	set_limit(&f, UINT64_MAX);
+	for (uint32_t b = 0; b < 2; b++) {
+		assert_done(&f, fetch(&f, b));
+		inject(&f, "copy:1", NULL);
+		assert_int_equal(b == 0 ? expect(&f, b) : take(&f, true), -EIO);
+		assert_int_equal(vram_n_coming(f.v), 1);
+		check_counts(&f);
+		start_look(&f);
+		check_reads(&f);
+		assert_done(&f, expect(&f, b));
+		inject(&f, NULL, NULL);
+		inject(&f, "copy:1", NULL);
+		assert_int_equal(evict(&f, b), -EIO);
+		inject(&f, NULL, NULL);
+		check_counts(&f);
+		check_blocks(&f);
+		assert_int_equal(take(&f, true), 1);
+		check_counts(&f);
+	}
+	close_all(&f);
+}
 
 static void test_card_is_full(void **unused)
 {
@@ -847,6 +1085,10 @@ static int short_life(struct fixture *f, uint8_t *gone)
 	r = vram_set_limit(f->v, 6 * CHUNK, NULL);
 	for (uint32_t b = 0; b < 12 && r == 0; b++) {
 		r = fetch(f, b);
+		if (r == 0 && b % 3 == 0)
+			r = expect(f, b);
+		if (r == 0 && b % 6 == 0)
+			r = evict(f, b);
 		if (r == 0 && b % 3 == 2)
 			r = take(f, true) < 0 ? -ENODEV : 0;
 	}
@@ -865,18 +1107,25 @@ static int short_life(struct fixture *f, uint8_t *gone)
 static void check_lost(struct fixture *f, uint8_t *gone)
 {
 	_cleanup_(freep) uint8_t *bytes = malloc(file.c->block_bytes_max);
+	void *const matrix[CATALOG_MATRICES] = { bytes, bytes, bytes };
 	uint32_t block = CATALOG_NONE;
 
 	/* The one that finds it may be any call: what waits for the card does. */
 	assert_int_equal(vram_set_limit(f->v, 0, gone), -ENODEV);
 	for (uint32_t b = 0; b < 12; b++)
-		if (vram_state(f->v, b) == VRAM_ABSENT) {
+		switch (vram_state(f->v, b)) {
+		case VRAM_ABSENT:
 			assert_int_equal(fetch(f, b), -ENODEV);
 			assert_int_equal(vram_state(f->v, b), VRAM_ABSENT);
-		} else if (vram_state(f->v, b) == VRAM_HERE) {
+			break;
+		case VRAM_COMING:
+			assert_int_equal(expect(f, b), -ENODEV);
+			assert_int_equal(vram_state(f->v, b), VRAM_COMING);
+			break;
+		case VRAM_HERE:
 			assert_int_equal(vram_evict(f->v, b), -ENODEV);
-			assert_int_equal(vram_download(f->v, b, bytes, layer_of(b)->block_bytes),
-					 -ENODEV);
+			assert_int_equal(vram_download(f->v, b, matrix), -ENODEV);
+			break;
 		}
 	assert_int_equal(vram_take(f->v, false, &block), -ENODEV);
 	assert_int_equal(vram_take(f->v, true, &block), -ENODEV);
@@ -897,7 +1146,8 @@ static bool lose_at(const char *what, unsigned n)
 	if (!open_card(&f, failure, NULL, NULL))
 		return true;
 	f.want = calloc(file.c->n_blocks, sizeof(*f.want));
-	assert_non_null(f.want);
+	f.confirmed = calloc(file.c->n_blocks, sizeof(*f.confirmed));
+	assert_true(f.want && f.confirmed);
 	if ((r = cuda_stream_new(f.gpu, &f.compute)) == 0 &&
 	    (r = vram_new(f.gpu, f.compute, file.c, CHUNK, STAGING, &f.v)) == 0 &&
 	    (r = short_life(&f, gone)) < 0)
@@ -952,7 +1202,8 @@ static void test_cycles(void **unused)
 	(void)unused;
 	CARD_OR_SKIP(&f, NULL, "copy:20", NULL);
 	f.want = calloc(file.c->n_blocks, sizeof(*f.want));
-	assert_non_null(f.want);
+	f.confirmed = calloc(file.c->n_blocks, sizeof(*f.confirmed));
+	assert_true(f.want && f.confirmed);
 	assert_done(&f, cuda_stream_new(f.gpu, &f.compute));
 	assert_done(&f, cuda_memory_info(f.gpu, &before, &total));
 	for (unsigned i = 0; i < 50; i++) {
@@ -960,6 +1211,7 @@ static void test_cycles(void **unused)
 		set_limit(&f, 4 << 20);
 		for (uint32_t b = i % 20; b < i % 20 + 5; b++)
 			assert_done(&f, fetch(&f, b));
+		assert_done(&f, expect(&f, i % 20 + 4));
 		while (vram_n_coming(f.v) > i % 4)
 			assert_int_equal(take(&f, true), 1);
 		assert_done(&f, vram_set_limit(f.v, CHUNK, NULL));
@@ -983,29 +1235,32 @@ static void test_download(void **unused)
 	struct fixture f;
 
 	(void)unused;
-	/* Behind nothing that is being computed. */
-	CARD_OR_SKIP(&f, NULL, "launch:50000", NULL);
+	CARD_OR_SKIP(&f, NULL, "launch:5000,copy:500", NULL);
 	open_tier(&f);
 	set_limit(&f, UINT64_MAX);
 	for (size_t i = 0; i < ARRAY_SIZE(blocks); i++) {
 		const struct catalog_layer *l = layer_of(blocks[i]);
-		_cleanup_(freep) uint8_t *got = malloc(l->block_bytes);
+		void *got[CATALOG_MATRICES] = {};
 		const void *want[CATALOG_MATRICES];
-		uint64_t at = 0;
 
-		assert_non_null(got);
 		bring(&f, blocks[i]);
 		start_read(&f, blocks[i], 2);
-		assert_done(&f, vram_download(f.v, blocks[i], got, l->block_bytes));
+		assert_done(&f, evict(&f, blocks[i]));
+		assert_done(&f, fetch(&f, blocks[i]));
+		assert_done(&f, expect(&f, blocks[i]));
+		if (i % 2)
+			take_all(&f);
 		find_matrices(blocks[i], want);
-		for (unsigned m = 0; m < CATALOG_MATRICES; m++) {
-			if (!want[m])
-				continue;
-			assert_memory_equal(got + at, want[m], l->expert_bytes[m]);
-			at += l->expert_bytes[m];
-		}
-		assert_int_equal(at, l->block_bytes);
+		for (unsigned m = 0; m < CATALOG_MATRICES; m++)
+			if (want[m])
+				assert_non_null(got[m] = malloc(l->expert_bytes[m]));
+		assert_done(&f, vram_download(f.v, blocks[i], got));
 		assert_int_equal(vram_state(f.v, blocks[i]), VRAM_HERE);
+		for (unsigned m = 0; m < CATALOG_MATRICES; m++) {
+			if (want[m])
+				assert_memory_equal(got[m], want[m], l->expert_bytes[m]);
+			free(got[m]);
+		}
 	}
 	check_reads(&f);
 	assert_int_equal(vram_free(NULL), NULL);
@@ -1036,6 +1291,10 @@ int main(void)
 		cmocka_unit_test(test_many_evictions),
 		cmocka_unit_test(test_many_entries),
 		cmocka_unit_test(test_copies_overlap),
+		cmocka_unit_test(test_expect),
+		cmocka_unit_test(test_expect_for_one_launch),
+		cmocka_unit_test(test_abandoned),
+		cmocka_unit_test(test_expect_fails),
 		cmocka_unit_test(test_shrink),
 		cmocka_unit_test(test_shrink_where_nobody_goes),
 		cmocka_unit_test(test_shrink_under_copies),
