@@ -281,13 +281,9 @@ integration integration-vm: $(O)/tests/unit/test-feed
 # The tracer on another kernel than this one: a container has this one, and no right to trace.
 	@[ $(BOOT) != boot-vm ] || O=$(O) tests/sys/boot/feed boot-vm || [ $$? -eq 77 ]
 
-.PHONY: cuda
-cuda:
-	+@$(MAKE) CUDA=yes $(O)/obj/kernels/cuda/images.o
-
 # bench-decode and hog are parts of bench-residency.
 .PHONY: bench bench-residency fuzz
-bench: $(filter-out %/bench-decode %/hog,$(BENCH))
+bench: $(filter-out %/bench-decode %/bench-cuda %/hog,$(BENCH))
 	@for b in $^; do echo "== $$b"; $$b || exit 1; done
 
 # The engine with less memory than the model has, beside llama.cpp in the same control group. Root, and some minutes.
@@ -411,7 +407,7 @@ help:
 	@echo 'make integration  the service on a real systemd in a container; integration-vm: in a virtual machine (root)'
 	@echo 'make parity       compare the engine with an independent implementation'
 	@echo 'make fuzz         each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS) with clang libFuzzer (build/fuzz)'
-	@echo 'make cuda         the GPU kernels for real cards (nvcc); their tests run without, on an emulated driver'
+	@echo 'make CUDA=no      without the GPU kernels (nvcc takes a minute for them); their tests run all the same, on an emulated driver'
 	@echo 'make bench        micro-benchmarks: tokenizer, kernels'
 	@echo 'make bench-residency  less memory than the model has, beside llama.cpp (root, minutes; needs the peer, see tests/parity/setup)'
 	@echo 'make deps         install the packages that building, testing and developing need'

@@ -44,6 +44,16 @@ static const struct number counters_numbers[] = {
 	NUMBER(counters, doubled),
 };
 
+static const struct number vram_numbers[] = {
+	NUMBER(vram, budget_bytes), NUMBER(vram, fixed_bytes),   NUMBER(vram, trunk_bytes),
+	NUMBER(vram, slot_bytes),   NUMBER(vram, block_bytes),   NUMBER(vram, reserve_bytes),
+	NUMBER(vram, free_bytes),   NUMBER(vram, overlap_bytes), NUMBER(vram, n_blocks),
+	NUMBER(vram, hits),         NUMBER(vram, promoted),      NUMBER(vram, demoted),
+	NUMBER(vram, copied_back),  NUMBER(vram, staged),        NUMBER(vram, on_cpu),
+	NUMBER(vram, bytes_copied), NUMBER(vram, copy_us),       NUMBER(vram, chunks_given_back),
+	NUMBER(vram, graph_steps),
+};
+
 static const struct number pressure_numbers[] = {
 	NUMBER(pressure, available),
 	NUMBER(pressure, steps_down),
@@ -66,12 +76,12 @@ static const char *read_text(struct args *a, const char *key, bool required)
 	return s;
 }
 
-/* Begins in with the object of that name, or refuses it. */
-static bool enter(struct args *a, const char *key, struct args *in)
+/* Begins in with the object of that name, or refuses its absence. */
+static bool enter(struct args *a, const char *key, bool required, struct args *in)
 {
 	json_t *o = NULL;
 
-	if (!args_object(a, key, true, &o))
+	if (!args_object(a, key, required, &o))
 		return false;
 	args_begin(in, o);
 	return true;
@@ -95,16 +105,21 @@ static void read_groups(struct args *a, struct residency_view *v)
 {
 	struct args in;
 
-	if (enter(a, "budget", &in)) {
+	if (enter(a, "budget", true, &in)) {
 		read_numbers(&in, budget_numbers, ARRAY_SIZE(budget_numbers), v);
 		leave(a, &in);
 	}
-	if (enter(a, "counters", &in)) {
+	if (enter(a, "counters", true, &in)) {
 		read_numbers(&in, counters_numbers, ARRAY_SIZE(counters_numbers), v);
 		args_bool(&in, "prefetching", &v->counters.prefetching);
 		leave(a, &in);
 	}
-	if (enter(a, "pressure", &in)) {
+	v->has_vram = enter(a, "vram", false, &in);
+	if (v->has_vram) {
+		read_numbers(&in, vram_numbers, ARRAY_SIZE(vram_numbers), v);
+		leave(a, &in);
+	}
+	if (enter(a, "pressure", true, &in)) {
 		read_numbers(&in, pressure_numbers, ARRAY_SIZE(pressure_numbers), v);
 		args_f64(&in, "some_avg10", 0, 100, &v->pressure.some_avg10);
 		leave(a, &in);
@@ -168,6 +183,7 @@ static int read_layer(struct args *outer, json_t *item, struct residency_view_la
 	l->block_bytes = read_number(&a, "block_bytes", NUMBER_MAX);
 	l->n_host = (uint32_t)read_number(&a, "host", l->n_experts);
 	l->n_vram = (uint32_t)read_number(&a, "vram", l->n_experts);
+	l->vram_hits = read_number(&a, "vram_hits", NUMBER_MAX);
 	l->hits = read_number(&a, "hits", NUMBER_MAX);
 	l->misses = read_number(&a, "misses", NUMBER_MAX);
 	if (args_str(&a, "place", false, RESIDENCY_VIEW_EXPERTS_MAX, &l->place, &len) &&
@@ -191,8 +207,11 @@ static int read_layers(struct args *a, struct residency_view *v)
 	if (!v->layers)
 		return -ENOMEM;
 	v->n_layers = json_array_size(list);
-	for (size_t i = 0; i < v->n_layers && r == 0 && !a->bad; i++)
+	for (size_t i = 0; i < v->n_layers && r == 0 && !a->bad; i++) {
 		r = read_layer(a, json_array_get(list, i), &v->layers[i]);
+		/* No sum with another number overflows. */
+		v->vram_hits += MIN(v->layers[i].vram_hits, NUMBER_MAX - v->vram_hits);
+	}
 	return r;
 }
 

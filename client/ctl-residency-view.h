@@ -19,8 +19,8 @@
 
 struct residency_view_layer {
 	uint32_t layer, n_experts, n_host, n_vram;
-	uint64_t block_bytes, hits, misses;
-	uint16_t *heat;    /* n_experts; NULL: not told */
+	uint64_t block_bytes, vram_hits, hits, misses; /* hits: in the host's memory */
+	uint16_t *heat;                                /* n_experts; NULL: not told */
 	const char *place; /* n_experts letters of "vhc-"; NULL: not told */
 };
 
@@ -39,6 +39,14 @@ struct residency_view {
 			left_pages, compute_major_faults, kernel_took, doubled;
 		bool prefetching;
 	} counters;
+	uint64_t vram_hits; /* of all layers */
+	bool has_vram;      /* a GPU holds experts; else all of vram is 0 */
+	struct {
+		uint64_t budget_bytes, fixed_bytes, trunk_bytes, slot_bytes, block_bytes,
+			reserve_bytes, free_bytes, overlap_bytes, n_blocks, hits, promoted, demoted,
+			copied_back, staged, on_cpu, bytes_copied, copy_us, chunks_given_back,
+			graph_steps;
+	} vram;
 	struct {
 		double some_avg10; /* percent */
 		uint64_t available, steps_down, steps_up;
@@ -65,6 +73,18 @@ static inline double residency_view_percent(uint64_t hits, uint64_t misses)
 	double all = (double)hits + (double)misses;
 
 	return all > 0 ? 100 * (double)hits / all : 0;
+}
+
+/* What was wanted and found, in the GPU's memory or the host's. */
+static inline uint64_t residency_view_hits(const struct residency_view *v)
+{
+	return v->counters.hits + v->vram_hits;
+}
+
+/* Of what was wanted, what was found in the GPU's memory, as a percentage. */
+static inline double residency_view_vram_percent(const struct residency_view *v)
+{
+	return residency_view_percent(v->vram_hits, v->counters.hits + v->counters.misses);
 }
 
 /* ctl-svg.c: appends an SVG 1.1 document: layers by experts, where every block is and how hot. -ENODATA:

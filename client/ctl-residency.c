@@ -82,6 +82,40 @@ static void print_budget(struct ctl *c, const struct residency_view *v)
 			ctl_bytes_text(v->budget.trunk_locked, e));
 }
 
+static void print_vram(struct ctl *c, const struct residency_view *v)
+{
+	char a[32], b[32], d[32], e[32], f[32];
+
+	label(c, "VRAM");
+	terminal_printf(
+		&c->out, "%llu blocks, %s, in slots of %s; budget %s: fixed %s, of that trunk %s\n",
+		(unsigned long long)v->vram.n_blocks, ctl_bytes_text(v->vram.block_bytes, a),
+		ctl_bytes_text(v->vram.slot_bytes, b), ctl_bytes_text(v->vram.budget_bytes, d),
+		ctl_bytes_text(v->vram.fixed_bytes, e), ctl_bytes_text(v->vram.trunk_bytes, f));
+	label(c, "");
+	terminal_printf(&c->out, "%s left to others, %s free; %s of blocks are in memory too\n",
+			ctl_bytes_text(v->vram.reserve_bytes, a), ctl_bytes_text(v->vram.free_bytes, b),
+			ctl_bytes_text(v->vram.overlap_bytes, d));
+	label(c, "moves");
+	terminal_printf(&c->out,
+			"%llu blocks promoted, %llu demoted (%llu copied back), %llu copied for one use",
+			(unsigned long long)v->vram.promoted, (unsigned long long)v->vram.demoted,
+			(unsigned long long)v->vram.copied_back, (unsigned long long)v->vram.staged);
+	terminal_printf(&c->out, "; %s copied", ctl_bytes_text(v->vram.bytes_copied, a));
+	if (v->vram.copy_us > 0)
+		terminal_printf(&c->out, ", %s/s",
+				ctl_bytes_text((uint64_t)((double)v->vram.bytes_copied * 1e6 /
+							  (double)v->vram.copy_us),
+					       a));
+	terminal_printf(&c->out, "; %llu chunks given back\n",
+			(unsigned long long)v->vram.chunks_given_back);
+	label(c, "experts");
+	terminal_printf(&c->out,
+			"%llu times found in VRAM, %llu times computed by the CPU; %llu steps as one graph\n",
+			(unsigned long long)v->vram.hits, (unsigned long long)v->vram.on_cpu,
+			(unsigned long long)v->vram.graph_steps);
+}
+
 static void print_reads(struct ctl *c, const struct residency_view *v)
 {
 	double amplification = residency_view_amplification(v);
@@ -105,9 +139,17 @@ static void print_counters(struct ctl *c, const struct residency_view *v)
 	uint64_t tokens = v->counters.decode_tokens;
 
 	label(c, "hits");
-	terminal_printf(&c->out, "%.1f %%: %llu hits, %llu misses\n",
-			residency_view_percent(v->counters.hits, v->counters.misses),
-			(unsigned long long)v->counters.hits, (unsigned long long)v->counters.misses);
+	terminal_printf(&c->out, "%.1f %%: ",
+			residency_view_percent(residency_view_hits(v), v->counters.misses));
+	if (v->has_vram)
+		terminal_printf(&c->out, "%llu in VRAM (%.1f %%), %llu in memory, %llu misses\n",
+				(unsigned long long)v->vram_hits, residency_view_vram_percent(v),
+				(unsigned long long)v->counters.hits,
+				(unsigned long long)v->counters.misses);
+	else
+		terminal_printf(&c->out, "%llu hits, %llu misses\n",
+				(unsigned long long)residency_view_hits(v),
+				(unsigned long long)v->counters.misses);
 	label(c, "stalls");
 	if (tokens > 0)
 		terminal_printf(&c->out, "%.1f us a token, of %llu tokens\n",
@@ -145,21 +187,34 @@ static void print_pressure(struct ctl *c, const struct residency_view *v)
 			(unsigned long long)v->pressure.steps_up);
 }
 
-static void print_layers(struct ctl *c, const struct residency_view *v)
+static void print_layer(struct ctl *c, const struct residency_view *v,
+			const struct residency_view_layer *l)
 {
+	uint32_t there = MIN(l->n_host + l->n_vram, l->n_experts);
 	char bytes[32];
 
-	terminal_printf(&c->out, "\n%5s  %7s  %9s  %14s  %6s  %12s  %12s  %5s\n", "layer",
-			"experts", "block", "in memory", "VRAM", "hits", "misses", "hit %");
-	for (size_t i = 0; i < v->n_layers; i++) {
-		const struct residency_view_layer *l = &v->layers[i];
+	terminal_printf(&c->out, "%5u  %7u  %9s", l->layer, l->n_experts,
+			ctl_bytes_text(l->block_bytes, bytes));
+	if (v->has_vram)
+		terminal_printf(&c->out, "  %6u", l->n_vram);
+	terminal_printf(&c->out, "  %6u %5.1f %%  %6u", l->n_host,
+			residency_view_percent(l->n_host, l->n_experts - l->n_host),
+			l->n_experts - there);
+	if (v->has_vram)
+		terminal_printf(&c->out, "  %12llu", (unsigned long long)l->vram_hits);
+	terminal_printf(&c->out, "  %12llu  %12llu  %5.1f\n", (unsigned long long)l->hits,
+			(unsigned long long)l->misses,
+			residency_view_percent(l->hits + l->vram_hits, l->misses));
+}
 
-		terminal_printf(&c->out, "%5u  %7u  %9s  %6u %5.1f %%  %6u  %12llu  %12llu  %5.1f\n",
-				l->layer, l->n_experts, ctl_bytes_text(l->block_bytes, bytes),
-				l->n_host, residency_view_percent(l->n_host, l->n_experts - l->n_host),
-				l->n_vram, (unsigned long long)l->hits, (unsigned long long)l->misses,
-				residency_view_percent(l->hits, l->misses));
-	}
+static void print_layers(struct ctl *c, const struct residency_view *v)
+{
+	terminal_printf(&c->out, "\n%5s  %7s  %9s%s  %14s  %6s%s  %12s  %12s  %5s\n", "layer",
+			"experts", "block", v->has_vram ? "    VRAM" : "", "in memory", "disk",
+			v->has_vram ? "       in VRAM" : "", v->has_vram ? "in memory" : "hits",
+			"misses", "hit %");
+	for (size_t i = 0; i < v->n_layers; i++)
+		print_layer(c, v, &v->layers[i]);
 }
 
 static void print_view(struct ctl *c, const struct residency_view *v)
@@ -168,6 +223,8 @@ static void print_view(struct ctl *c, const struct residency_view *v)
 	if (!v->model || streq(v->tier, "none"))
 		return;
 	print_budget(c, v);
+	if (v->has_vram)
+		print_vram(c, v);
 	if (residency_view_managed(v))
 		print_counters(c, v);
 	print_pressure(c, v);

@@ -148,8 +148,10 @@ static void put_head(struct map *m)
 	put_text(m, v->tier);
 	PUT(m, ", policy ");
 	put_text(m, v->policy);
-	PUT(m, ", %.1f %% hits; a row is a layer, a column an expert</text>\n",
-	    residency_view_percent(v->counters.hits, v->counters.misses));
+	PUT(m, ", %.1f %% hits", residency_view_percent(residency_view_hits(v), v->counters.misses));
+	if (v->has_vram)
+		PUT(m, ", %.1f %% in VRAM", residency_view_vram_percent(v));
+	PUT(m, "; a row is a layer, a column an expert</text>\n");
 }
 
 /* Every how many cells there is room for a number. */

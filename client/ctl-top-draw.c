@@ -143,6 +143,7 @@ static double seconds_between(const struct top_look *now, const struct top_look 
 	    now->view.counters.decode_tokens < before->view.counters.decode_tokens ||
 	    now->view.counters.hits < before->view.counters.hits ||
 	    now->view.counters.misses < before->view.counters.misses ||
+	    now->view.vram_hits < before->view.vram_hits ||
 	    now->view.counters.stall_us < before->view.counters.stall_us ||
 	    now->view.counters.bytes_read < before->view.counters.bytes_read)
 		return 0;
@@ -150,6 +151,7 @@ static double seconds_between(const struct top_look *now, const struct top_look 
 }
 
 #define DELTA(p, name) ((p)->v->counters.name - (p)->before->view.counters.name)
+#define DELTA_VRAM(p)  ((p)->v->vram_hits - (p)->before->view.vram_hits)
 
 /* ---- rows ---- */
 
@@ -246,32 +248,49 @@ static void draw_blocks(const struct page *p)
 static void draw_vram(const struct page *p)
 {
 	const struct residency_view *v = p->v;
-	struct part part = { 0, '|', TOP_VRAM };
-	uint64_t n = 0, all = 0;
-	unsigned int column;
+	double budget = (double)v->vram.budget_bytes;
+	uint64_t trunk = MIN(v->vram.trunk_bytes, v->vram.fixed_bytes);
+	const struct part parts[] = {
+		{ share((double)trunk, budget), '#', TOP_TRUNK },
+		{ share((double)(v->vram.fixed_bytes - trunk), budget), '+', TOP_FIXED },
+		{ share((double)v->vram.block_bytes, budget), '|', TOP_VRAM },
+	};
+	unsigned int column = put_bar(p->s, "VRAM", parts, ARRAY_SIZE(parts));
+	char used[32], max[32], left[32];
 
-	for (size_t i = 0; i < v->n_layers; i++) {
-		n += v->layers[i].n_vram;
-		all += v->layers[i].n_experts;
-	}
-	part.share = share((double)n, (double)all);
-	column = put_bar(p->s, "VRAM", &part, 1);
-	put(p->s, column, TOP_PLAIN, "%.0f %%: %llu of %llu blocks", part.share * 100,
-	    (unsigned long long)n, (unsigned long long)all);
+	put(p->s, column, TOP_PLAIN, "%s of %s, %s free",
+	    ctl_bytes_text(v->vram.fixed_bytes + v->vram.slot_bytes, used),
+	    ctl_bytes_text(v->vram.budget_bytes, max), ctl_bytes_text(v->vram.free_bytes, left));
 }
 
 static void draw_hits(const struct page *p)
 {
 	const struct residency_view *v = p->v;
-	double percent = residency_view_percent(v->counters.hits, v->counters.misses);
-	struct part part = { percent / 100, '|', TOP_GOOD };
-	unsigned int column = put_bar(p->s, "hits", &part, 1);
+	double percent = residency_view_percent(residency_view_hits(v), v->counters.misses);
+	double vram = residency_view_vram_percent(v);
+	const struct part parts[] = { { vram / 100, '#', TOP_VRAM },
+				      { (percent - vram) / 100, '|', TOP_GOOD } };
+	unsigned int column = put_bar(p->s, "hits", parts, ARRAY_SIZE(parts));
 
 	column = put(p->s, column, TOP_PLAIN, "%.1f %%", percent);
 	if (p->seconds > 0)
 		put(p->s, column, TOP_PLAIN, " (%.1f now, %llu misses)",
-		    residency_view_percent(DELTA(p, hits), DELTA(p, misses)),
+		    residency_view_percent(DELTA(p, hits) + DELTA_VRAM(p), DELTA(p, misses)),
 		    (unsigned long long)DELTA(p, misses));
+}
+
+/* The part of what was wanted that the GPU had. */
+static void draw_vram_hits(const struct page *p)
+{
+	const struct residency_view *v = p->v;
+	double percent = residency_view_vram_percent(v);
+	const struct part part = { percent / 100, '#', TOP_VRAM };
+	unsigned int column = put_bar(p->s, "in VRAM", &part, 1);
+
+	column = put(p->s, column, TOP_PLAIN, "%.1f %% of what was wanted", percent);
+	if (p->seconds > 0)
+		put(p->s, column, TOP_PLAIN, " (%.1f now)",
+		    residency_view_percent(DELTA_VRAM(p), DELTA(p, hits) + DELTA(p, misses)));
 }
 
 static void draw_stalls(const struct page *p)
@@ -399,14 +418,6 @@ static void draw_histogram(struct top_screen *s, const struct residency_view *v)
 
 /* ---- all of it ---- */
 
-static bool has_vram(const struct residency_view *v)
-{
-	for (size_t i = 0; i < v->n_layers; i++)
-		if (v->layers[i].n_vram > 0)
-			return true;
-	return false;
-}
-
 static void draw_title(struct top_screen *s, const struct residency_view *v, const char *alert)
 {
 	if (!alert) {
@@ -435,11 +446,12 @@ void top_draw(struct top_screen *s, const struct top_look *now, const struct top
 		{ draw_tier, 10, true },      { NULL, 24, true },
 		{ draw_speed, 2, true },      { draw_work, 5, true },
 		{ draw_memory, 3, v->model }, { draw_legend, 13, v->model },
-		{ draw_blocks, 7, managed },  { draw_vram, 8, managed && has_vram(v) },
-		{ draw_hits, 4, managed },    { draw_stalls, 6, managed },
-		{ draw_disk, 12, managed },   { draw_pressure, 8, true },
-		{ draw_faults, 9, managed },  { draw_policy, 15, managed },
-		{ draw_feed, 14, v->model },  { NULL, 24, true },
+		{ draw_blocks, 7, managed },  { draw_vram, 8, v->has_vram },
+		{ draw_hits, 4, managed },    { draw_vram_hits, 11, v->has_vram },
+		{ draw_stalls, 6, managed },  { draw_disk, 12, managed },
+		{ draw_pressure, 8, true },   { draw_faults, 9, managed },
+		{ draw_policy, 15, managed }, { draw_feed, 14, v->model },
+		{ NULL, 24, true },
 	};
 
 	s->row = 0;

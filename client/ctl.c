@@ -72,3 +72,43 @@ const char *ctl_span_text(uint64_t s, char text[32])
 		snprintf(text, 32, "%llu s", (unsigned long long)s);
 	return text;
 }
+
+/* "NAME (8.6, CUDA 12.2, machine code)" */
+static int put_gpu(struct buf *out, const struct resident_gpu *gpu)
+{
+	const char *code = gpu->code ? gpu->code : "unknown code";
+
+	if (gpu->emulator)
+		return buf_printf(out, "%s (an emulator: for tests, its speed means nothing)",
+				  gpu->name ? gpu->name : "GPU");
+	if (streq(code, "binary"))
+		code = "machine code";
+	else if (streq(code, "ptx"))
+		code = "PTX, compiled by the driver";
+	return buf_printf(out, "%s (%s, CUDA %s, %s)", gpu->name ? gpu->name : "GPU",
+			  gpu->capability ? gpu->capability : "?", gpu->driver ? gpu->driver : "?",
+			  code);
+}
+
+int ctl_gpu_text(struct buf *out, const struct resident_gpu *gpu)
+{
+	const char *why = gpu->why && *gpu->why ? gpu->why : "no reason given";
+	char text[32];
+	int r = 0;
+
+	if (streq(gpu->state, "none") && gpu->name)
+		return buf_printf(out, "none: %s is not used: %s", gpu->name, why);
+	if (streq(gpu->state, "none"))
+		return gpu->why && *gpu->why ? buf_printf(out, "none: %s", why)
+					     : buf_printf(out, "not used");
+	if (!streq(gpu->state, "active"))
+		r = buf_printf(out, "%s for %s: %s; the CPU computes until it is back: ", gpu->state,
+			       ctl_span_text(gpu->state_s, text), why);
+	if (r == 0)
+		r = put_gpu(out, gpu);
+	if (r == 0 && gpu->lost > 0)
+		r = buf_printf(out, ", lost %llu times", (unsigned long long)gpu->lost);
+	if (r == 0)
+		r = buf_printf(out, ", %s", ctl_bytes_text(gpu->total_bytes, text));
+	return r;
+}

@@ -40,6 +40,8 @@ enum exit_code ctl_print_json(struct ctl *c, json_t *o);
 const char *ctl_user_text(uint32_t uid, char text[64]);
 /* 21.2 GB */
 const char *ctl_bytes_text(uint64_t bytes, char text[32]);
+/* What a GPU does for the service, as one line that ends in its size, if it is used. -ENOMEM. */
+int ctl_gpu_text(struct buf *out, const struct resident_gpu *gpu);
 /* 5 min 3 s */
 const char *ctl_span_text(uint64_t s, char text[32]);
 

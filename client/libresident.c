@@ -68,6 +68,7 @@ struct resident {
 	struct resident_model model;
 	struct resident_availability availability;
 	struct resident_status status;
+	struct resident_gpu gpu;
 	int32_t *tokens;
 };
 
@@ -685,7 +686,7 @@ _public_ int resident_get_status(struct resident *r, const struct resident_statu
 	if (n < 0)
 		return n;
 	args_begin(&a, r->reply);
-	wire_read_status(&a, &r->status, &r->model);
+	wire_read_status(&a, &r->status, &r->model, &r->gpu);
 	n = check(r, &a);
 	if (n == 0)
 		*ret = &r->status;

@@ -107,6 +107,17 @@ struct resident_availability {
 	uint32_t retry_after_ms;
 };
 
+/* What the service knows of a GPU; strings are NULL where it knows nothing. */
+struct resident_gpu {
+	const char *state; /* "none", "active", "degraded": the CPU computes what it should, for now */
+	const char *why;                        /* it is not active; one line for people */
+	const char *name, *driver, *capability; /* driver, capability: of CUDA, "12.2", "8.6" */
+	const char *code;                       /* of its kernels: "binary", "ptx", "emulator" */
+	bool emulator;                          /* no GPU at all: its speed means nothing */
+	uint64_t total_bytes, lost;             /* lost: times that it was given up */
+	uint64_t state_s;                       /* how long it has been in its state */
+};
+
 struct resident_status {
 	const char *version, *state, *reason /* or NULL */;
 	const struct resident_model *model; /* NULL: none */
@@ -115,8 +126,9 @@ struct resident_status {
 	uint64_t uptime_s, requests_total, prompt_tokens_total, generated_tokens_total;
 	double prefill_tokens_per_second, decode_tokens_per_second; /* of the last minute; 0: idle */
 	uint64_t rss_bytes, rss_anon_bytes, rss_file_bytes, kv_bytes_used, kv_bytes_max;
-	const char *experts;   /* where the model's experts lie, and why; NULL: no model */
-	uint64_t budget_bytes; /* memory that the model may take now */
+	const char *experts;            /* where the model's experts lie, and why; NULL: no model */
+	uint64_t budget_bytes;          /* memory that the model may take now */
+	const struct resident_gpu *gpu; /* NULL: the service does not say */
 };
 
 int resident_get_availability(struct resident *r, const struct resident_availability **ret);

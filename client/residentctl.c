@@ -7,6 +7,7 @@
  * behind ctl.h. Only `model` writes files (install.c). Everything that is printed may come from
  * a model file or the service, so it goes through terminal.c.
  */
+#include "client/ctl-residency-view.h"
 #include "client/ctl.h"
 #include "client/install.h"
 
@@ -133,6 +134,42 @@ static void print_memory(struct ctl *c, const struct resident_status *s)
 		ctl_bytes_text(s->kv_bytes_used, used), ctl_bytes_text(s->kv_bytes_max, max));
 }
 
+/* What the service has of the GPU; 0: it cannot be told. */
+static uint64_t ask_vram(struct ctl *c)
+{
+	_cleanup_(residency_view_done) struct residency_view v = {};
+	_cleanup_(freep) char *text = NULL;
+	json_auto_t *reply = NULL;
+	struct args a;
+
+	if (resident_call(c->r, "GetResidency", NULL, &text) < 0)
+		return 0;
+	reply = json_loads(text, 0, NULL);
+	if (!reply || residency_view_read(&a, reply, &v) < 0)
+		return 0;
+	return v.vram.fixed_bytes + v.vram.slot_bytes;
+}
+
+/* The last line: what of it is ours takes another call, which ends what the one before handed out. */
+static enum exit_code print_gpu(struct ctl *c, const struct resident_status *s)
+{
+	bool ask = s->gpu && streq(s->gpu->state, "active") && streq(s->state, "available");
+	_cleanup_(buf_done) struct buf text = {};
+	uint64_t used;
+	char bytes[32];
+
+	if (!s->gpu)
+		return EXIT_OK;
+	if (ctl_gpu_text(&text, s->gpu) < 0)
+		return ctl_usage_error(c, "out of memory");
+	used = ask ? ask_vram(c) : 0;
+	terminal_printf(&c->out, "%10s  %s", "GPU", text.data);
+	if (used > 0)
+		terminal_printf(&c->out, ", %s of it ours", ctl_bytes_text(used, bytes));
+	terminal_printf(&c->out, "\n");
+	return EXIT_OK;
+}
+
 static enum exit_code do_status(struct ctl *c)
 {
 	const struct resident_status *s;
@@ -164,7 +201,7 @@ static enum exit_code do_status(struct ctl *c)
 			(unsigned long long)s->generated_tokens_total);
 	terminal_printf(&c->out, "%10s  residentd %s, process %u, for %s; %s, %u threads\n", "service",
 			s->version, s->pid, ctl_span_text(s->uptime_s, text), s->backend, s->threads);
-	return EXIT_OK;
+	return print_gpu(c, s);
 }
 
 static enum exit_code do_availability(struct ctl *c)

@@ -86,6 +86,14 @@ static const struct field status_fields[] = {
 	FIELD(resident_status, budget_bytes, U64, false),
 };
 
+static const struct field gpu_fields[] = {
+	FIELD(resident_gpu, state, STR, true),       FIELD(resident_gpu, why, STR, false),
+	FIELD(resident_gpu, name, STR, false),       FIELD(resident_gpu, driver, STR, false),
+	FIELD(resident_gpu, capability, STR, false), FIELD(resident_gpu, code, STR, false),
+	FIELD(resident_gpu, emulator, BOOL, true),   FIELD(resident_gpu, total_bytes, U64, true),
+	FIELD(resident_gpu, lost, U64, true),        FIELD(resident_gpu, state_s, U64, true),
+};
+
 static const struct field usage_fields[] = {
 	FIELD(resident_usage, prompt_tokens, U64, true),
 	FIELD(resident_usage, cached_tokens, U64, true),
@@ -124,9 +132,25 @@ void wire_read_availability(struct args *a, struct resident_availability *ret,
 	read_fields(a, availability_fields, ARRAY_SIZE(availability_fields), ret);
 }
 
-void wire_read_status(struct args *a, struct resident_status *ret, struct resident_model *model)
+static const struct resident_gpu *read_gpu(struct args *a, struct resident_gpu *ret)
 {
-	*ret = (struct resident_status){ .model = read_model(a, model) };
+	json_t *object = NULL;
+	struct args g;
+
+	if (!args_object(a, "gpu", false, &object))
+		return NULL;
+	*ret = (struct resident_gpu){};
+	args_begin(&g, object);
+	read_fields(&g, gpu_fields, ARRAY_SIZE(gpu_fields), ret);
+	if (g.bad)
+		args_refuse(a, g.bad, g.why);
+	return ret;
+}
+
+void wire_read_status(struct args *a, struct resident_status *ret, struct resident_model *model,
+		      struct resident_gpu *gpu)
+{
+	*ret = (struct resident_status){ .model = read_model(a, model), .gpu = read_gpu(a, gpu) };
 	read_fields(a, status_fields, ARRAY_SIZE(status_fields), ret);
 }
 

@@ -24,10 +24,11 @@ int wire_put_options(json_t *parameters,
 		     const struct resident_options *options); /* the same; options may be NULL */
 
 void wire_read_usage(struct args *a, struct resident_usage *ret);
-/* model: where ret->model is stored, when there is one. */
+/* model, gpu: where ret->model and ret->gpu are stored, when there are any. */
 void wire_read_availability(struct args *a, struct resident_availability *ret,
 			    struct resident_model *model);
-void wire_read_status(struct args *a, struct resident_status *ret, struct resident_model *model);
+void wire_read_status(struct args *a, struct resident_status *ret, struct resident_model *model,
+		      struct resident_gpu *gpu);
 /* All of a frame's logprobs in one malloc'd block: the tokens, and behind them their alternatives.
  * -ENOMEM. */
 int wire_read_logprobs(struct args *a, json_t *list, struct resident_logprob **ret, size_t *ret_n);

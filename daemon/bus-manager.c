@@ -10,6 +10,7 @@
  */
 #include "daemon/bus-internal.h"
 
+#include "daemon/inspect.h"
 #include "daemon/lease.h"
 #include "daemon/model/tokenizer.h"
 #include "daemon/polkit.h"
@@ -545,6 +546,9 @@ static void print_dump(const struct daemon *d, FILE *f)
 			d->model->arch->name, d->model->n_params, d->model->weight_bytes);
 	fprintf(f, "engine: %s, %u threads, context %u\n",
 		d->stats.backend ? d->stats.backend : "none", d->stats.threads, d->stats.context);
+	fprintf(f, "gpu: %s%s%s%s%s\n", inspect_gpu_state(d->stats.card.state),
+		d->stats.card.name[0] ? ", " : "", d->stats.card.name,
+		d->stats.card.why[0] ? ": " : "", d->stats.card.why);
 	fprintf(f, "conversations: %" PRIu64 " of %" PRIu64 " bytes, %" PRIu64 " evicted\n",
 		d->stats.kv_bytes_used, d->stats.kv_bytes_max, d->stats.n_evicted);
 	fprintf(f, "connections: %zu\nsessions: %zu\nrequests: %zu now, %" PRIu64 " in all\n",

@@ -16,6 +16,7 @@
 #include "daemon/bus-internal.h"
 
 #include "daemon/polkit.h"
+#include "daemon/sleep.h"
 
 #include <stdarg.h>
 
@@ -358,6 +359,7 @@ static void disconnect(struct bus *b)
 {
 	b->up = false;
 	polkit_drop_all();
+	sleep_bus_down(b->daemon);
 	/* Not flushed: a bus that does not read must not hold us up. */
 	sd_bus_close(b->bus);
 	while (b->peers)
@@ -387,6 +389,7 @@ static int on_retry(sd_event_source *source, uint64_t usec, void *arg)
 static void lost(struct bus *b, const char *why)
 {
 	b->up = false;
+	sleep_bus_down(b->daemon);
 	if (b->retry)
 		return;
 	if (!b->told)
@@ -432,6 +435,7 @@ static int on_name(sd_bus_message *m, void *arg, sd_bus_error *error)
 	b->told = false;
 	b->n_users = b->daemon->n_usage;
 	b->model_path = b->daemon->model ? bus_model_path(b->daemon->model) : NULL;
+	sleep_bus_up(b->daemon, b->bus);
 	return 0;
 }
 

@@ -17,6 +17,7 @@ enum key_kind {
 	KEY_PATH,
 	KEY_NUMBER, /* uint32_t */
 	KEY_BYTES,
+	KEY_VRAM, /* uint64_t: auto, off or bytes */
 	KEY_SPAN,
 	KEY_TOKENS, /* int64_t, or infinity: -1 */
 	KEY_WORD,   /* int or an enum of its size */
@@ -78,6 +79,8 @@ static const struct key keys[] = {
 	{ "Memory",  "HostTier",          KEY_WORD,    FIELD(host_tier),           0, 0, false, tier_words },
 	{ "Memory",  "HostBudget",        KEY_BYTES,   FIELD(host_budget_bytes),   1, INT64_MAX, true, NULL },
 	{ "Memory",  "MemoryReserve",     KEY_BYTES,   FIELD(memory_reserve_bytes), 1, INT64_MAX, true, NULL },
+	{ "Memory",  "VramBudget",        KEY_VRAM,    FIELD(vram_budget_bytes),   1, INT64_MAX, false, NULL },
+	{ "Memory",  "VramReserve",       KEY_BYTES,   FIELD(vram_reserve_bytes),  0, INT64_MAX, false, NULL },
 	{ "Memory",  "HostIdleSec",       KEY_SPAN,    FIELD(host_idle_us),        1000000, INT64_MAX, false, NULL },
 	{ "Memory",  "EvictionPolicy",    KEY_WORD,    FIELD(evict_policy),        0, 0, false, policy_words },
 	{ "Memory",  "Prefetch",          KEY_WORD,    FIELD(prefetch),            0, 0, false, prefetch_words },
@@ -100,6 +103,7 @@ void config_defaults(struct config *c)
 	*c = (struct config){
 		.kv_type = CONFIG_KV_AUTO,
 		.host_tier = RESIDENCY_AUTO,
+		.vram_reserve_bytes = 512 << 20,
 		.host_idle_us = 600 * UINT64_C(1000000),
 		.evict_policy = EVICT_LFU,
 		.prefetch = -1,
@@ -192,6 +196,24 @@ int parse_bytes(const char *s, uint64_t *ret)
 		return -ERANGE;
 	*ret = v;
 	return 0;
+}
+
+int parse_vram(const char *s, uint64_t *ret)
+{
+	uint64_t v = 0;
+	int r = 0;
+
+	if (streq(s, "off")) {
+		v = CONFIG_VRAM_OFF;
+	} else if (!streq(s, "auto")) {
+		r = parse_bytes(s, &v);
+		/* A plain 0 could be meant as either of them. */
+		if (r == 0 && (v < 1 || v > INT64_MAX))
+			r = -ERANGE;
+	}
+	if (r == 0)
+		*ret = v;
+	return r;
 }
 
 /* The unit at *s, which is moved behind it; seconds when there is none. 0: not a unit. */
@@ -303,8 +325,8 @@ static void reset(struct config *c, const struct key *k)
 {
 	static const size_t sizes[] = {
 		[KEY_NUMBER] = sizeof(uint32_t), [KEY_BYTES] = sizeof(uint64_t),
-		[KEY_SPAN] = sizeof(uint64_t),   [KEY_TOKENS] = sizeof(int64_t),
-		[KEY_WORD] = sizeof(int),
+		[KEY_VRAM] = sizeof(uint64_t),   [KEY_SPAN] = sizeof(uint64_t),
+		[KEY_TOKENS] = sizeof(int64_t),  [KEY_WORD] = sizeof(int),
 	};
 	struct config d;
 
@@ -337,6 +359,7 @@ static int set(struct config *c, const struct key *k, const char *value)
 		if (r == 0)
 			*(uint64_t *)field = v;
 		break;
+	case KEY_VRAM: r = parse_vram(value, field); break;
 	case KEY_TOKENS:
 		if (streq(value, "infinity"))
 			v = UINT64_MAX;
@@ -382,6 +405,10 @@ static void warn_value(const struct ini_reader *r, const struct key *k, const ch
 	case KEY_BYTES:
 		ini_warn(r, "%s=%s: expected %sa size (64K, 4M, 1.5G) from %" PRIu64 " to %" PRIu64 " bytes",
 			 k->name, value, or_auto, k->min, k->max);
+		break;
+	case KEY_VRAM:
+		ini_warn(r, "%s=%s: expected auto, off or a size (64K, 4M, 1.5G) from 1 to %" PRIu64 " bytes",
+			 k->name, value, k->max);
 		break;
 	case KEY_SPAN:
 		ini_warn(r, "%s=%s: expected a time span (90s, 1h 30min, infinity)", k->name, value);

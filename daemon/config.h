@@ -11,6 +11,8 @@
 #include "daemon/residency/evict.h"
 #include "daemon/residency/residency.h"
 
+#define CONFIG_VRAM_OFF UINT64_MAX
+
 struct config {
 	/* [Model] */
 	char *model_path; /* Path=; NULL: the default model of the models directory, if any */
@@ -28,6 +30,8 @@ struct config {
 	enum residency_tier host_tier;  /* HostTier=auto|mapped|arena */
 	uint64_t host_budget_bytes;     /* HostBudget=; 0: auto */
 	uint64_t memory_reserve_bytes;  /* MemoryReserve=; 0: auto */
+	uint64_t vram_budget_bytes;     /* VramBudget=; 0: auto; CONFIG_VRAM_OFF: the CPU alone */
+	uint64_t vram_reserve_bytes;    /* VramReserve=, default 512M */
 	uint64_t host_idle_us;          /* HostIdleSec=, default 10min; infinity: never */
 	enum evict_policy evict_policy; /* EvictionPolicy= */
 	int prefetch;                   /* Prefetch=auto|off|on: -1, 0, 1 */
@@ -58,4 +62,5 @@ int config_read_layers(struct config *c, const char *root, struct buf *warnings)
 /* Pure value parsers, also for options: 0, -EINVAL, -ERANGE. */
 int parse_u64(const char *s, uint64_t min, uint64_t max, uint64_t *ret);
 int parse_bytes(const char *s, uint64_t *ret); /* 4096, 64K, 1.5G (powers of 1024) */
+int parse_vram(const char *s, uint64_t *ret); /* VramBudget=: auto (0), off (CONFIG_VRAM_OFF), a size */
 int parse_span_us(const char *s, uint64_t *ret); /* 90, 90s, 5min, 1h 30min, 1d, infinity (UINT64_MAX) */

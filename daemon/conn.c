@@ -434,6 +434,7 @@ void conn_policy_changed(struct daemon *d)
 {
 	for (struct conn *c = d->conns; c; c = c->next)
 		ask_policy(c);
+	conn_resume_all(d); /* what waited for another policy */
 }
 
 /* fd is taken on success. gids and unit are the caller's to fill in afterwards. */

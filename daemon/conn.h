@@ -40,7 +40,7 @@ struct conn {
 	struct engine_inspect *inspect; /* of the current call */
 	int64_t tracing; /* tokens still to record for the current call; 0: it does not, -1: until it hangs up */
 	bool oomd;        /* systemd-oomd: has one method of its own, and no others */
-	bool deferred;    /* the current call waits for a model that is being loaded */
+	bool deferred;    /* the current call waits: for a model, or for another policy */
 	bool half_closed; /* the peer will send no more */
 	bool closing;     /* close when out is empty */
 };

@@ -13,6 +13,7 @@
  * methods.c   what each method of the interface does
  * uses.c      which models serve chat, code, small, best
  * pressure.c  how much memory the model may have, by what others need
+ * gpu.c       how much of the GPU others want; sleep.c lets go of it before the machine sleeps
  * inspect.c   where the model's memory is: GetResidency, routing traces, the tracer's feed
  * policy.c    who may ask for how much; quota.c what he has used today
  * bus.c       control on D-Bus; polkit.c who may; lease.c what is held by a descriptor
@@ -40,6 +41,7 @@ struct lease;
 struct memory;
 struct request;
 struct session;
+struct sleep;
 
 enum service_state { SERVICE_LOADING, SERVICE_AVAILABLE, SERVICE_UNAVAILABLE, SERVICE_STOPPING };
 
@@ -62,6 +64,8 @@ struct rate {
 struct options {
 	const char *model, *socket, *config;
 	uint32_t threads, context; /* 0: not given */
+	bool has_vram;
+	uint64_t vram_bytes; /* as config.vram_budget_bytes */
 };
 
 struct daemon {
@@ -95,6 +99,7 @@ struct daemon {
 	bool unloaded;      /* by UnloadModel: a reload does not undo it */
 	bool reload_again;  /* SIGHUP came meanwhile */
 	struct engine_stats stats;
+	uint64_t card_since_us; /* stats.card has been in its state; 0: since the start */
 	bool ready_sent;
 
 	struct session *sessions;
@@ -141,6 +146,9 @@ struct daemon {
 	bool quota_failed; /* told once */
 	struct lease *leases;
 	size_t n_leases;
+	sd_event_source *gpu_timer;      /* while there is a card to look at */
+	enum engine_card_state gpu_told; /* logged last */
+	struct sleep *sleep;             /* NULL: logind was never in reach */
 	struct bus *bus;
 
 	sd_event_source *mail_source, *stop_timer, *stop_deadline;

@@ -85,6 +85,44 @@ void inspect_last_resort(struct conn *c)
 	ask_engine(c, false, true);
 }
 
+/* As CUDA's versions are written. */
+static const char *version_text(unsigned major, unsigned minor, char text[32])
+{
+	snprintf(text, 32, "%u.%u", major, minor);
+	return text;
+}
+
+const char *inspect_gpu_state(enum engine_card_state s)
+{
+	switch (s) {
+	case ENGINE_CARD_NONE: return "none";
+	case ENGINE_CARD_ACTIVE: return "active";
+	case ENGINE_CARD_DEGRADED: return "degraded";
+	}
+	return "none";
+}
+
+json_t *inspect_gpu(const struct daemon *d)
+{
+	const struct engine_card *card = &d->stats.card;
+	uint64_t since = MAX(d->card_since_us, d->started_us);
+	char driver[32], capability[32];
+	bool seen = card->name[0];
+
+	return json_pack(
+		"{ss sI ss* ss* ss* ss* ss* sb sI sI}", "state", inspect_gpu_state(card->state),
+		"state_s", (json_int_t)((now_us() - since) / 1000000), "why",
+		card->why[0] ? card->why : NULL, "name", seen ? card->name : NULL, "code",
+		card->code[0] ? card->code : NULL, "driver",
+		seen ? version_text((unsigned)card->driver / 1000,
+				    (unsigned)card->driver % 1000 / 10, driver)
+		     : NULL,
+		"capability",
+		seen ? version_text(card->capability / 10, card->capability % 10, capability) : NULL,
+		"emulator", card->emulator, "total_bytes", (json_int_t)card->total_bytes, "lost",
+		(json_int_t)card->n_lost);
+}
+
 static json_t *budget_json(const struct residency_stats *s)
 {
 	return json_pack("{sI sI sI sI sI sI sI sI sI sI}", "max", (json_int_t)s->budget_bytes,
@@ -114,6 +152,25 @@ static json_t *counters_json(const struct engine_inspect *i)
 			 "doubled", (json_int_t)s->doubled, "prefetching", s->prefetching);
 }
 
+/* NULL: no GPU holds experts. */
+static json_t *vram_json(const struct residency_vram *v)
+{
+	if (!v->present)
+		return NULL;
+	return json_pack("{sI sI sI sI sI sI sI sI sI sI sI sI sI sI sI sI sI sI sI}", "budget_bytes",
+			 (json_int_t)v->budget_bytes, "fixed_bytes", (json_int_t)v->fixed_bytes,
+			 "trunk_bytes", (json_int_t)v->trunk_bytes, "slot_bytes",
+			 (json_int_t)v->slot_bytes, "block_bytes", (json_int_t)v->block_bytes,
+			 "reserve_bytes", (json_int_t)v->reserve_bytes, "free_bytes",
+			 (json_int_t)v->free_bytes, "overlap_bytes", (json_int_t)v->overlap_bytes,
+			 "n_blocks", (json_int_t)v->n_blocks, "hits", (json_int_t)v->hits,
+			 "promoted", (json_int_t)v->promoted, "demoted", (json_int_t)v->demoted,
+			 "copied_back", (json_int_t)v->copied_back, "staged", (json_int_t)v->staged,
+			 "on_cpu", (json_int_t)v->on_cpu, "bytes_copied", (json_int_t)v->bytes_copied,
+			 "copy_us", (json_int_t)v->copy_us, "chunks_given_back",
+			 (json_int_t)v->chunks_given_back, "graph_steps", (json_int_t)v->graph_steps);
+}
+
 static json_t *layers_json(const struct engine_inspect *i)
 {
 	const uint16_t *heat = i->heat;
@@ -122,11 +179,11 @@ static json_t *layers_json(const struct engine_inspect *i)
 
 	for (uint32_t k = 0; k < i->n_layers; k++) {
 		const struct residency_layer_info *l = &i->layers[k];
-		json_t *o = json_pack("{sI sI sI sI sI sI sI}", "layer", (json_int_t)l->layer,
+		json_t *o = json_pack("{sI sI sI sI sI sI sI sI}", "layer", (json_int_t)l->layer,
 				      "experts", (json_int_t)l->n_experts, "block_bytes",
-				      (json_int_t)l->block_bytes, "host", (json_int_t)l->n_host,
-				      "vram", (json_int_t)0, "hits", (json_int_t)l->hits, "misses",
-				      (json_int_t)l->misses);
+				      (json_int_t)l->block_bytes, "host", (json_int_t)l->n_host, "vram",
+				      (json_int_t)l->n_vram, "vram_hits", (json_int_t)l->vram_hits,
+				      "hits", (json_int_t)l->hits, "misses", (json_int_t)l->misses);
 
 		if (o && heat && place) {
 			json_t *heats = json_array();
@@ -170,14 +227,15 @@ static json_t *residency_json(const struct daemon *d, const struct engine_inspec
 	size_t running, waiting = count_requests(d, &running);
 
 	return json_pack(
-		"{ss* ss ss ss* ss ss ss* so so s{sf sI sI sI} so sf sf sI sI so}", "model",
+		"{ss* ss ss ss* ss ss ss* so so so* s{sf sI sI sI} so sf sf sI sI so}", "model",
 		d->model ? d->model->name : NULL, "tier",
 		i->loaded ? residency_tier_to_string(i->stats.tier) : "none", "tier_reason",
 		i->loaded && d->tier_reason ? d->tier_reason : "no model is loaded", "method",
 		i->stats.method, "policy", i->stats.policy ? i->stats.policy : "none", "feed",
 		feed_source_to_string(source), "feed_reason", reason, "budget",
-		budget_json(&i->stats), "counters", counters_json(i), "pressure", "some_avg10",
-		pressure_some_avg10(), "available", (json_int_t)d->memory_available, "steps_down",
+		budget_json(&i->stats), "counters", counters_json(i), "vram",
+		vram_json(&i->stats.vram), "pressure", "some_avg10", pressure_some_avg10(),
+		"available", (json_int_t)d->memory_available, "steps_down",
 		(json_int_t)d->budget_steps_down, "steps_up", (json_int_t)d->budget_steps_up,
 		"fault_histogram", histogram_json(d), "decode_tokens_per_second",
 		(double)rate_per_second_milli(&d->decode_rate) / 1000, "prefill_tokens_per_second",

@@ -15,6 +15,10 @@ void inspect_trace(struct conn *c, int64_t tokens); /* -1: until it hangs up */
 void inspect_last_resort(struct conn *c); /* systemd-oomd: when the memory is given back */
 void inspect_hang_up(struct conn *c);
 
+/* The Gpu of GetStatus. NULL: no memory. */
+json_t *inspect_gpu(const struct daemon *d);
+const char *inspect_gpu_state(enum engine_card_state s);
+
 void inspect_done(struct daemon *d, struct engine_inspect *i); /* EVENT_INSPECTED */
 void inspect_traced(struct daemon *d, struct engine_trace *t); /* EVENT_TRACE */
 /* The model, or how its experts are managed, may have changed: the feed follows. Called after the engine has let go of the old one. */

@@ -10,6 +10,7 @@
 #include "daemon/lease.h"
 
 #include "daemon/bus.h"
+#include "daemon/gpu.h"
 #include "daemon/pressure.h"
 
 #include <sys/socket.h>
@@ -61,6 +62,7 @@ static int on_hang_up(sd_event_source *source, int fd, uint32_t events, void *ar
 	lease_free(l);
 	service_touch(d);
 	pressure_used(d); /* what it held may go, some time from now */
+	gpu_leases_changed(d);
 	bus_leases_changed(d);
 	return 0;
 }
@@ -112,6 +114,7 @@ int lease_new(struct daemon *d, enum lease_kind kind, uid_t uid, pid_t pid, cons
 	d->n_leases++;
 	*ret_fd = TAKE_FD(theirs);
 	service_touch(d);
+	gpu_leases_changed(d);
 	bus_leases_changed(d);
 	return 0;
 }

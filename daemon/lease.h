@@ -3,6 +3,10 @@
  * lease.h: things held while a descriptor stays open: keep the model warm (hold), leave the GPU to others (yield-gpu).
  *
  * Loop thread. A lease is one end of a socket pair; it ends when the last copy of the other end closes, however that happens.
+ *
+ * yield-gpu leases add up, beyond what is always left to others (VramReserve=); one that names no bytes wants all. The engine is told at once,
+ * and experts leave the card between two steps, coldest first, within a second or so; answers go on. Trunk and KV stay where they are, so that
+ * "all" is every expert slot, and more may be asked for than can be had. What a lease freed is taken again some time after its end, slowly.
  */
 #pragma once
 

@@ -30,6 +30,7 @@ static void usage(FILE *f)
 	      "  --config FILE    configuration instead of /etc/residentd/residentd.conf and its drop-ins\n"
 	      "  --threads N      compute threads (default: the physical cores)\n"
 	      "  --context N      tokens a session can hold (default: the model's, at most 32768)\n"
+	      "  --vram SIZE      GPU memory to use in all, auto (default: VramBudget=, else what is free) or off\n"
 	      "  --version, --help\n"
 	      "\n"
 	      "Signals: TERM, INT end it (running answers get up to 5 s), HUP reloads. See residentd(8).\n",
@@ -51,6 +52,7 @@ static int parse_options(int argc, char **argv, struct options *o)
 		OPT_CONFIG,
 		OPT_THREADS,
 		OPT_CONTEXT,
+		OPT_VRAM,
 		OPT_VERSION,
 		OPT_HELP
 	};
@@ -60,6 +62,7 @@ static int parse_options(int argc, char **argv, struct options *o)
 		{ "config", required_argument, NULL, OPT_CONFIG },
 		{ "threads", required_argument, NULL, OPT_THREADS },
 		{ "context", required_argument, NULL, OPT_CONTEXT },
+		{ "vram", required_argument, NULL, OPT_VRAM },
 		{ "version", no_argument, NULL, OPT_VERSION },
 		{ "help", no_argument, NULL, OPT_HELP },
 		{ NULL, 0, NULL, 0 },
@@ -81,6 +84,11 @@ static int parse_options(int argc, char **argv, struct options *o)
 			if (parse_u64(optarg, 16, 1U << 24, &n) < 0)
 				return bad_option("context", optarg, "a number from 16 to 16777216");
 			o->context = (uint32_t)n;
+			break;
+		case OPT_VRAM:
+			if (parse_vram(optarg, &o->vram_bytes) < 0)
+				return bad_option("vram", optarg, "a size (512M, 6G), auto or off");
+			o->has_vram = true;
 			break;
 		case OPT_VERSION: puts("residentd " RESIDENTD_VERSION); return 1;
 		case OPT_HELP: usage(stdout); return 1;

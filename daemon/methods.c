@@ -128,6 +128,7 @@ static void get_status(struct conn *c, struct args *a)
 					  json_integer((json_int_t)atomic_load(
 						  &engine_shared(d->engine)->budget_bytes)));
 	}
+	(void)json_object_set_new(obj, "gpu", inspect_gpu(d));
 	conn_reply(c, obj, false);
 }
 

@@ -48,6 +48,7 @@ static const struct key keys[POLICY_KEY_MAX] = {
 	[POLICY_KV_BYTES_MAX]        = { "KvBytesMax",        KEY_BYTES,  1, INT64_MAX, UINT64_MAX, true },
 	[POLICY_CONTEXT_MAX]         = { "ContextMax",        KEY_NUMBER, 16, 1 << 24, UINT64_MAX, true },
 	[POLICY_CLASS]               = { "Class",             KEY_CLASS,  0, 0, POLICY_NORMAL, false },
+	[POLICY_PAUSE_IDLE]          = { "PauseIdle",         KEY_BOOL,   0, 1, 0, false },
 	[POLICY_MAX_THINKING_TOKENS] = { "MaxThinkingTokens", KEY_NUMBER, 0, 1 << 24, UINT64_MAX, true },
 	[POLICY_MODELS]              = { "Models",            KEY_GLOBS,  0, 0, 0, false },
 };
@@ -451,6 +452,7 @@ static void set_number(struct policy_limits *l, enum policy_key k, uint64_t v)
 	case POLICY_KV_BYTES_MAX: l->kv_bytes_max = v; break;
 	case POLICY_CONTEXT_MAX: l->context_max = (uint32_t)MIN(v, (uint64_t)UINT32_MAX); break;
 	case POLICY_CLASS: l->class = (enum policy_class)v; break;
+	case POLICY_PAUSE_IDLE: l->pause_idle = v; break;
 	case POLICY_MAX_THINKING_TOKENS:
 		l->max_thinking_tokens = v == UINT64_MAX ? -1 : (int64_t)v;
 		break;
@@ -471,6 +473,7 @@ static uint64_t get_number(const struct policy_limits *l, enum policy_key k)
 	case POLICY_KV_BYTES_MAX: return l->kv_bytes_max;
 	case POLICY_CONTEXT_MAX: return l->context_max == UINT32_MAX ? UINT64_MAX : l->context_max;
 	case POLICY_CLASS: return l->class;
+	case POLICY_PAUSE_IDLE: return l->pause_idle;
 	case POLICY_MAX_THINKING_TOKENS:
 		return l->max_thinking_tokens < 0 ? UINT64_MAX : (uint64_t)l->max_thinking_tokens;
 	case POLICY_MODELS:

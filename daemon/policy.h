@@ -23,6 +23,7 @@ enum policy_key {
 	POLICY_KV_BYTES_MAX,
 	POLICY_CONTEXT_MAX,
 	POLICY_CLASS,
+	POLICY_PAUSE_IDLE,
 	POLICY_MAX_THINKING_TOKENS,
 	POLICY_MODELS,
 	POLICY_KEY_MAX,
@@ -37,7 +38,8 @@ struct policy_limits {
 	uint64_t tokens_per_day; /* TokensPerDay=, suffixes k M G of 1000; UINT64_MAX: infinity (default) */
 	uint64_t kv_bytes_max; /* KvBytesMax= of all his sessions; UINT64_MAX: infinity (default) */
 	uint32_t context_max;  /* ContextMax= tokens in a session; UINT32_MAX: infinity (default) */
-	enum policy_class class;     /* Class=idle|normal|interactive, default normal */
+	enum policy_class class; /* Class=idle|normal|interactive, default normal */
+	bool pause_idle; /* PauseIdle= requests of class idle wait until it is no, default no */
 	int64_t max_thinking_tokens; /* MaxThinkingTokens=; -1: infinity (default) */
 	const char *models; /* Models= blank-separated globs of model names; NULL: all. Owned by the policy */
 	const char *source[POLICY_KEY_MAX]; /* "FILE:LINE", or "default". Owned by the policy */

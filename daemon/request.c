@@ -465,6 +465,11 @@ static bool admit(struct conn *c, enum request_kind kind)
 		conn_error(c, code, text, 0);
 		return false;
 	}
+	/* Before it takes a place in the queue: this may last for hours. */
+	if (c->limits.pause_idle && c->limits.class == POLICY_IDLE && kind != REQUEST_TOKENIZE) {
+		conn_defer(c);
+		return false;
+	}
 	if ((kind == REQUEST_SEND || kind == REQUEST_CHAT) && !d->model->template) {
 		conn_error(c, ERROR_NOT_SUPPORTED, d->model->template_error, 0);
 		return false;

@@ -6,6 +6,7 @@
  */
 #include "daemon/bus.h"
 #include "daemon/conn.h"
+#include "daemon/gpu.h"
 #include "daemon/inspect.h"
 #include "daemon/lease.h"
 #include "daemon/messages.h"
@@ -13,6 +14,7 @@
 #include "daemon/pressure.h"
 #include "daemon/request.h"
 #include "daemon/session.h"
+#include "daemon/sleep.h"
 
 #include <inttypes.h>
 #include <sched.h>
@@ -148,6 +150,8 @@ void service_set_stats(struct daemon *d, const struct engine_stats *stats)
 		free(d->tier_reason);
 		d->tier_reason = strdup("all of the model fitted when it was loaded, but not any more");
 	}
+	if (stats->card.state != d->stats.card.state)
+		d->card_since_us = now_us();
 	d->stats = *stats;
 	if (evicted)
 		bus_evicted(d, stats->kv_bytes_used);
@@ -158,6 +162,7 @@ void service_set_stats(struct daemon *d, const struct engine_stats *stats)
 	if (stats->budget_note && stats->budget_note != d->budget_note)
 		log_info("the model's budget goes down: %s", stats->budget_note);
 	d->budget_note = stats->budget_note;
+	gpu_follow(d);
 	if (d->model && d->state == SERVICE_AVAILABLE) {
 		/* Experts may have become managed meanwhile. */
 		inspect_follow_model(d, d->model);
@@ -234,12 +239,18 @@ static uint32_t count_cores(void)
 static void engine_config(const struct daemon *d, struct engine_config *ret)
 {
 	const struct config *c = &d->config;
+	uint64_t vram = d->options.has_vram ? d->options.vram_bytes : c->vram_budget_bytes;
 	uint32_t threads = d->options.threads > 0 ? d->options.threads : c->threads;
 
 	*ret = (struct engine_config){
 		.threads = threads > 0 ? threads : count_cores(),
 		.context = d->options.context > 0 ? d->options.context : c->context,
 		.batch_tok = c->batch_tok,
+		.card = {
+			.off = vram == CONFIG_VRAM_OFF,
+			.budget_bytes = vram == CONFIG_VRAM_OFF ? 0 : vram,
+			.reserve_bytes = c->vram_reserve_bytes,
+		},
 		.kv_bytes_max = c->kv_bytes_max,
 		.kv_f16 = c->kv_type == CONFIG_KV_AUTO ? -1 : c->kv_type == CONFIG_KV_F16,
 		.residency = {
@@ -372,6 +383,7 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 		if (d->tier_reason)
 			log_info("experts: %s: %s", residency_tier_to_string(d->stats.tier),
 				 d->tier_reason);
+		gpu_loaded(d);
 		if (!d->model->template)
 			log_warning("model %s: %s; raw completion works", d->model->name,
 				    d->model->template_error ? d->model->template_error
@@ -401,6 +413,7 @@ static void on_loaded(struct daemon *d, struct engine_load *load)
 	}
 	if (d->stats.model_broken)
 		watch_broken(d);
+	gpu_follow(d);
 	pressure_model_changed(d);
 	pressure_used(d);
 	free(load->path);
@@ -472,6 +485,11 @@ static void take_mail(struct daemon *d, struct mail *m)
 	case EVENT_CLONED: on_cloned(d, (struct engine_clone *)m); break;
 	case EVENT_INSPECTED: inspect_done(d, (struct engine_inspect *)m); break;
 	case EVENT_TRACE: inspect_traced(d, (struct engine_trace *)m); break;
+	case EVENT_CARD: gpu_card_event(d, (struct engine_card_event *)m); break;
+	case EVENT_SUSPENDED:
+		sleep_suspended(d);
+		free(m);
+		break;
 	case EVENT_PROGRESS: request_progress((struct engine_event *)m); break;
 	case EVENT_DONE: request_done((struct request *)m); break;
 	case EVENT_PREPARED:
@@ -525,11 +543,13 @@ static bool same_engine(const struct engine_config *a, const struct engine_confi
 {
 	const struct residency_config *r = &a->residency, *q = &b->residency;
 
-	return a->threads == b->threads && a->context == b->context &&
-	       a->batch_tok == b->batch_tok && a->kv_bytes_max == b->kv_bytes_max &&
-	       a->kv_f16 == b->kv_f16 && r->tier == q->tier && r->policy == q->policy &&
-	       r->budget_bytes == q->budget_bytes && r->reserve_bytes == q->reserve_bytes &&
-	       r->prefetch == q->prefetch && r->queue_depth == q->queue_depth;
+	return a->threads == b->threads && a->context == b->context && a->batch_tok == b->batch_tok &&
+	       a->kv_bytes_max == b->kv_bytes_max && a->kv_f16 == b->kv_f16 &&
+	       a->card.off == b->card.off && a->card.budget_bytes == b->card.budget_bytes &&
+	       a->card.reserve_bytes == b->card.reserve_bytes && r->tier == q->tier &&
+	       r->policy == q->policy && r->budget_bytes == q->budget_bytes &&
+	       r->reserve_bytes == q->reserve_bytes && r->prefetch == q->prefetch &&
+	       r->queue_depth == q->queue_depth;
 }
 
 void service_reload(struct daemon *d)
@@ -586,6 +606,8 @@ void service_done(struct daemon *d)
 		d->engine = engine_free(d->engine);
 	}
 	pressure_stop(d);
+	gpu_stop(d);
+	sleep_stop(d);
 	sd_event_source_disable_unref(d->broken_timer);
 	free(d->tier_reason);
 	lease_free_all(d);

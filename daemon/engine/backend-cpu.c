@@ -1,18 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * backend-cpu.c: the operations of backend.h on the CPU: cuts them into pieces, feeds the pool,
- * keeps activations in the form that the weights want.
+ * keeps activations in the form that the weights want. Routing and experts are in moe-cpu.c.
  *
  * Owns the pool, the scratch arena and small buffers that grow with the context; engine thread only
  * (the pool's threads run inside a call). Refuses to know arithmetic: that is kernels/cpu.
  * Invariant: how work is cut depends on shapes only, never on the number of threads, and no two
  * pieces add to the same place, so results are the same bits for any number of threads.
  */
-#include "daemon/engine/backend.h"
-
-#include "daemon/residency/residency.h"
-#include "kernels/cpu/cpu.h"
-#include "kernels/cpu/pool.h"
+#include "daemon/engine/backend-cpu.h"
 
 #include <assert.h>
 #include <math.h>
@@ -28,60 +24,6 @@
 /* Elementwise work below this many floats is not worth a second thread. */
 #define PIECE_FLOATS       16384
 #define PIECE_CHANNELS     256
-#define LINE_BYTES         ((size_t)64)
-
-/* Memory of the backend's own that grows when an operation needs more; contents do not survive. */
-struct grow {
-	void *mem;
-	size_t bytes;
-};
-
-/*
- * What the router of a layer chose. A slot is one (token, chosen expert) pair; slot t * n_used + k
- * is the k-th choice of token t. Places are the slots sorted by expert: expert e has places
- * [first[e], first[e + 1]), in token order.
- */
-struct route {
-	const struct backend_moe *p; /* NULL: none */
-	size_t n_tok, mark;          /* mark: where the arena was before */
-	uint32_t *chosen;            /* expert of each slot */
-	uint32_t *place;             /* of each slot */
-	float *weight;               /* of each slot */
-	size_t *first;               /* n_expert + 1 */
-	uint32_t *active;            /* experts that have places, ascending */
-	uint32_t *n_rows;            /* and how many */
-	size_t n_active;
-	float *probs; /* [t][n_expert] */
-};
-
-/*
- * The arena, from the bottom: what the caller took (scratch()) and the route of the layer at hand,
- * then the converted input of the last products, kept because q, k and v, or the experts and the
- * shared expert, all multiply the same x; then temporaries of the running operation.
- */
-struct backend_cpu {
-	struct backend base;
-	const struct cpu_kernels *k;
-	struct pool *pool;
-	struct residency *residency; /* NULL: all weights are where the mapping says */
-	struct route route;
-	const struct backend_batch *batch; /* at hand */
-	char *arena;
-	size_t arena_bytes, used, top;
-	struct {
-		const float *x; /* NULL: nothing kept */
-		size_t n_tok, width;
-		enum quant_type type;
-		const char *act;
-	} kept;
-	struct grow pages;  /* attention: lists of page addresses */
-	struct grow thread; /* one part a thread: attention scores, delta scratch */
-};
-
-static struct backend_cpu *cpu_of(struct backend *b)
-{
-	return (struct backend_cpu *)b;
-}
 
 const char *backend_cpu_isa(const struct backend *b)
 {
@@ -114,31 +56,30 @@ static float *thread_need(struct backend_cpu *c, size_t n_floats, size_t *ret_st
 {
 	size_t stride, total;
 
-	if (!add_ok(n_floats, LINE_BYTES / sizeof(float), &stride))
+	if (!add_ok(n_floats, CPU_LINE_BYTES / sizeof(float), &stride))
 		return NULL;
-	stride &= ~(LINE_BYTES / sizeof(float) - 1);
+	stride &= ~(CPU_LINE_BYTES / sizeof(float) - 1);
 	if (!mul_ok(stride, pool_n_threads(c->pool) * sizeof(float), &total))
 		return NULL;
 	*ret_stride = stride;
 	return grow_need(&c->thread, total);
 }
 
-static void *arena_take(struct backend_cpu *c, size_t n, size_t size)
+void *cpu_take(struct backend_cpu *c, size_t n, size_t size)
 {
 	size_t bytes;
 	void *p = c->arena + c->top;
 
-	if (!mul_ok(n, size, &bytes) || bytes > SIZE_MAX - LINE_BYTES)
+	if (!mul_ok(n, size, &bytes) || bytes > SIZE_MAX - CPU_LINE_BYTES)
 		return NULL;
-	bytes = ALIGN_UP(bytes, LINE_BYTES);
+	bytes = ALIGN_UP(bytes, CPU_LINE_BYTES);
 	if (bytes > c->arena_bytes - c->top)
 		return NULL;
 	c->top += bytes;
 	return p;
 }
 
-/* Every operation that writes where a later product may read from starts with this. */
-static void drop_kept(struct backend_cpu *c)
+void cpu_drop(struct backend_cpu *c)
 {
 	c->kept.x = NULL;
 	c->top = c->used;
@@ -149,8 +90,8 @@ static float *cpu_scratch(struct backend *b, size_t n_floats)
 	struct backend_cpu *c = cpu_of(b);
 	float *p;
 
-	drop_kept(c);
-	p = arena_take(c, n_floats, sizeof(float));
+	cpu_drop(c);
+	p = cpu_take(c, n_floats, sizeof(float));
 	c->used = c->top;
 	return p;
 }
@@ -172,24 +113,18 @@ static int cpu_end(struct backend *b, int r)
 	struct backend_cpu *c = cpu_of(b);
 
 	c->used = 0;
-	c->route.p = NULL;
+	c->moe.routed = NULL;
 	c->batch = NULL;
-	drop_kept(c);
+	cpu_drop(c);
 	return r;
 }
 
-static void run(struct backend_cpu *c, size_t n, void (*fn)(void *arg, size_t i, unsigned thread),
-		void *arg)
+void cpu_run(struct backend_cpu *c, size_t n, void (*fn)(void *arg, size_t i, unsigned thread), void *arg)
 {
 	if (n == 1)
 		fn(arg, 0, 0);
 	else if (n > 1)
 		pool_run(c->pool, n, fn, arg);
-}
-
-static size_t n_pieces(size_t n, size_t piece)
-{
-	return n / piece + (n % piece > 0);
 }
 
 /* How many rows of `width` floats make an elementwise piece. */
@@ -216,8 +151,8 @@ static void convert_piece(void *arg, size_t i, unsigned thread)
 		j->quantize(j->x + t * j->width, j->act + t * j->stride, j->width);
 }
 
-static void convert(struct backend_cpu *c, enum quant_type type, const float *x, size_t n,
-		    size_t width, char *act)
+void cpu_convert(struct backend_cpu *c, enum quant_type type, const float *x, size_t n,
+		 size_t width, char *act)
 {
 	struct convert_job j = { .quantize = c->k->quantize[type],
 				 .x = x,
@@ -227,15 +162,11 @@ static void convert(struct backend_cpu *c, enum quant_type type, const float *x,
 				 .n = n,
 				 .piece = piece_rows(width) };
 
-	run(c, n_pieces(n, j.piece), convert_piece, &j);
+	cpu_run(c, n_pieces(n, j.piece), convert_piece, &j);
 }
 
-/*
- * x in the form that weights of this type multiply; kept for the next product. NULL: out of
- * scratch.
- */
-static const char *activations(struct backend_cpu *c, uint32_t weight_type, const float *x,
-			       size_t n_tok, size_t width)
+const char *cpu_activations(struct backend_cpu *c, uint32_t weight_type, const float *x,
+			    size_t n_tok, size_t width)
 {
 	enum quant_type type = cpu_act_type((enum quant_type)weight_type);
 	char *act;
@@ -244,11 +175,11 @@ static const char *activations(struct backend_cpu *c, uint32_t weight_type, cons
 		return (const char *)x;
 	if (c->kept.x == x && c->kept.n_tok == n_tok && c->kept.width == width && c->kept.type == type)
 		return c->kept.act;
-	drop_kept(c);
-	act = arena_take(c, n_tok, quant_row_bytes(type, width));
+	cpu_drop(c);
+	act = cpu_take(c, n_tok, quant_row_bytes(type, width));
 	if (!act)
 		return NULL;
-	convert(c, type, x, n_tok, width, act);
+	cpu_convert(c, type, x, n_tok, width, act);
 	c->kept.x = x;
 	c->kept.n_tok = n_tok;
 	c->kept.width = width;
@@ -257,7 +188,7 @@ static const char *activations(struct backend_cpu *c, uint32_t weight_type, cons
 	return act;
 }
 
-static size_t act_bytes(uint32_t weight_type, size_t width)
+size_t cpu_act_bytes(uint32_t weight_type, size_t width)
 {
 	return quant_row_bytes(cpu_act_type((enum quant_type)weight_type), width);
 }
@@ -284,7 +215,7 @@ static void matmul_piece(void *arg, size_t i, unsigned thread)
 }
 
 /* Rows of a piece, a multiple of 8 so that kernels can take several at once. */
-static size_t matmul_rows(size_t w_stride)
+size_t cpu_matmul_rows(size_t w_stride)
 {
 	return ALIGN_UP(CLAMP(PIECE_WEIGHT_BYTES / w_stride, (size_t)8, (size_t)256), (size_t)8);
 }
@@ -298,21 +229,21 @@ static int cpu_matmul(struct backend *b, const struct gguf_tensor *w, const floa
 				.y = y,
 				.n_cols = n_tok,
 				.w_stride = quant_row_bytes(w->type, w->ne[0]),
-				.act_stride = act_bytes(w->type, w->ne[0]) };
+				.act_stride = cpu_act_bytes(w->type, w->ne[0]) };
 
 	if (n_tok == 0)
 		return 0;
-	j.act = activations(c, w->type, x, n_tok, w->ne[0]);
+	j.act = cpu_activations(c, w->type, x, n_tok, w->ne[0]);
 	if (!j.act)
 		return -ENOMEM;
-	j.rows = matmul_rows(j.w_stride);
+	j.rows = cpu_matmul_rows(j.w_stride);
 	j.row_pieces = n_pieces(w->ne[1], j.rows);
 	j.col_pieces = n_pieces(n_tok, PIECE_COLS);
-	run(c, j.row_pieces * j.col_pieces, matmul_piece, &j);
+	cpu_run(c, j.row_pieces * j.col_pieces, matmul_piece, &j);
 	/* y may be where the kept input came from. */
 	if (c->kept.x && y < c->kept.x + c->kept.n_tok * c->kept.width &&
 	    c->kept.x < y + n_tok * w->ne[1])
-		drop_kept(c);
+		cpu_drop(c);
 	return 0;
 }
 
@@ -347,10 +278,10 @@ static int cpu_embed(struct backend *b, const struct gguf_tensor *w, float *y)
 	const struct backend_batch *batch = c->batch;
 	struct embed_job j = { .c = c, .w = w, .ids = batch->ids, .y = y };
 
-	drop_kept(c);
+	cpu_drop(c);
 	for (size_t i = 0; i < batch->n_rows; i++)
 		assert(j.ids[i] >= 0 && (uint64_t)j.ids[i] < w->ne[1]);
-	run(c, batch->n_rows, embed_piece, &j);
+	cpu_run(c, batch->n_rows, embed_piece, &j);
 	return 0;
 }
 
@@ -368,10 +299,10 @@ struct rows_job {
 static void run_rows(struct backend_cpu *c, struct rows_job *j,
 		     void (*fn)(void *arg, size_t i, unsigned thread))
 {
-	drop_kept(c);
+	cpu_drop(c);
 	j->c = c;
 	j->piece = piece_rows(j->width);
-	run(c, n_pieces(j->n, j->piece), fn, j);
+	cpu_run(c, n_pieces(j->n, j->piece), fn, j);
 }
 
 static void copy_piece(void *arg, size_t i, unsigned thread)
@@ -416,9 +347,9 @@ static int cpu_rms_norm(struct backend *b, const struct gguf_tensor *w, float ep
 static void run_flat(struct backend_cpu *c, struct rows_job *j,
 		     void (*fn)(void *arg, size_t i, unsigned thread))
 {
-	drop_kept(c);
+	cpu_drop(c);
 	j->c = c;
-	run(c, n_pieces(j->n, PIECE_FLOATS), fn, j);
+	cpu_run(c, n_pieces(j->n, PIECE_FLOATS), fn, j);
 }
 
 static size_t flat_len(const struct rows_job *j, size_t i)
@@ -485,7 +416,7 @@ static int cpu_scalar_gate(struct backend *b, const struct gguf_tensor *w, const
 {
 	struct backend_cpu *c = cpu_of(b);
 
-	drop_kept(c);
+	cpu_drop(c);
 	for (size_t t = 0; t < n_tok; t++) {
 		float *row = x + t * x_width, s;
 
@@ -535,8 +466,8 @@ static int cpu_rope(struct backend *b, float *x, size_t stride, size_t n_head, s
 	const struct backend_span *spans = c->batch->spans;
 	float *freq;
 
-	drop_kept(c);
-	freq = arena_take(c, n_rot / 2, sizeof(float));
+	cpu_drop(c);
+	freq = cpu_take(c, n_rot / 2, sizeof(float));
 	if (!freq)
 		return -ENOMEM;
 	for (size_t k = 0; k < n_rot / 2; k++)
@@ -552,13 +483,13 @@ static int cpu_rope(struct backend *b, float *x, size_t stride, size_t n_head, s
 				      .n_rot = n_rot };
 		size_t top = c->top;
 
-		j.cs = arena_take(c, spans[s].n_tok, n_rot * sizeof(float));
+		j.cs = cpu_take(c, spans[s].n_tok, n_rot * sizeof(float));
 		if (!j.cs)
 			return -ENOMEM;
-		run(c, spans[s].n_tok, rope_piece, &j);
+		cpu_run(c, spans[s].n_tok, rope_piece, &j);
 		c->top = top;
 	}
-	drop_kept(c);
+	cpu_drop(c);
 	return 0;
 }
 
@@ -695,7 +626,7 @@ static int cpu_attention(struct backend *b, const struct backend_attn *p, const 
 	size_t n_rows = rows_of(batch->spans, batch->n_spans);
 	int r;
 
-	drop_kept(c);
+	cpu_drop(c);
 	r = attn_prepare(c, &j, batch->spans, batch->n_spans, n_rows);
 	if (r < 0)
 		return r;
@@ -703,8 +634,8 @@ static int cpu_attention(struct backend *b, const struct backend_attn *p, const 
 	 * All rows are stored before any is read: a token sees what a later batch will see, in the
 	 * arena's precision.
 	 */
-	run(c, n_rows, store_piece, &j);
-	run(c, n_rows * p->n_head, attend_piece, &j);
+	cpu_run(c, n_rows, store_piece, &j);
+	cpu_run(c, n_rows * p->n_head, attend_piece, &j);
 	return 0;
 }
 
@@ -813,395 +744,21 @@ static int cpu_delta(struct backend *b, const struct backend_delta *p, const flo
 			       .n_ch = delta_channels(p),
 			       .n_rows = rows_of(spans, n_spans) };
 
-	drop_kept(c);
+	cpu_drop(c);
 	j.ch_pieces = n_pieces(j.n_ch, PIECE_CHANNELS);
-	j.mixed = arena_take(c, j.n_rows * j.n_ch, sizeof(float));
-	j.g = arena_take(c, j.n_rows * p->n_head_v, sizeof(float));
-	j.beta = arena_take(c, j.n_rows * p->n_head_v, sizeof(float));
+	j.mixed = cpu_take(c, j.n_rows * j.n_ch, sizeof(float));
+	j.g = cpu_take(c, j.n_rows * p->n_head_v, sizeof(float));
+	j.beta = cpu_take(c, j.n_rows * p->n_head_v, sizeof(float));
 	j.scratch = thread_need(c, cpu_delta_scratch(p->k_dim, p->v_dim), &j.scratch_stride);
 	if (!j.mixed || !j.g || !j.beta || !j.scratch) {
-		drop_kept(c);
+		cpu_drop(c);
 		return -ENOMEM;
 	}
-	run(c, n_spans * j.ch_pieces, conv_piece, &j);
-	run(c, j.n_rows, gates_piece, &j);
-	run(c, n_spans * p->n_head_v, delta_piece, &j);
-	drop_kept(c);
+	cpu_run(c, n_spans * j.ch_pieces, conv_piece, &j);
+	cpu_run(c, j.n_rows, gates_piece, &j);
+	cpu_run(c, n_spans * p->n_head_v, delta_piece, &j);
+	cpu_drop(c);
 	return 0;
-}
-
-/* Mixture of experts. */
-
-size_t backend_moe_temp_floats(size_t n_embd, size_t n_ff, size_t n_expert, size_t n_used)
-{
-	/*
-	 * input in two forms, probs; chosen, place, weight; gathered, gate_up, hidden, result.
-	 * Converted rows are no wider than floats.
-	 */
-	return 2 * n_embd + n_expert + n_used * (3 + n_embd + 2 * n_ff + n_ff + n_embd);
-}
-
-struct route_job {
-	const struct backend_cpu *c;
-	const struct route *r;
-	const float *router;
-};
-
-static void route_piece(void *arg, size_t t, unsigned thread)
-{
-	const struct route_job *j = arg;
-	const struct route *r = j->r;
-	size_t n = r->p->n_expert;
-	float *probs = r->probs + t * n, sum = 0;
-
-	(void)thread;
-	memcpy(probs, j->router + t * n, n * sizeof(float));
-	j->c->k->softmax(probs, n);
-	for (size_t k = 0; k < r->p->n_used; k++) {
-		size_t best = 0, slot = t * r->p->n_used + k;
-
-		/*
-		 * Strictly greater: of equals the lower index wins. Not-a-number never does, so
-		 * best is always valid.
-		 */
-		for (size_t e = 1; e < n; e++)
-			if (probs[e] > probs[best])
-				best = e;
-		r->chosen[slot] = (uint32_t)best;
-		r->weight[slot] = probs[best];
-		sum += probs[best];
-		probs[best] = -1.0f;
-	}
-	for (size_t k = 0; k < r->p->n_used; k++)
-		r->weight[t * r->p->n_used + k] /= sum;
-}
-
-/* Counting sort of the slots by expert; stable, so places of an expert are in token order. */
-static void sort_slots(struct route *r)
-{
-	size_t n_slots = r->n_tok * r->p->n_used;
-
-	memset(r->first, 0, (r->p->n_expert + 1) * sizeof(*r->first));
-	for (size_t s = 0; s < n_slots; s++)
-		r->first[r->chosen[s] + 1]++;
-	for (uint32_t e = 0; e < r->p->n_expert; e++) {
-		if (r->first[e + 1] > 0) {
-			r->n_rows[r->n_active] = (uint32_t)r->first[e + 1];
-			r->active[r->n_active++] = e;
-		}
-		r->first[e + 1] += r->first[e];
-	}
-	/* first[e] walks through e's places and ends where e + 1 began: shift back afterwards. */
-	for (size_t s = 0; s < n_slots; s++)
-		r->place[s] = (uint32_t)r->first[r->chosen[s]]++;
-	memmove(r->first + 1, r->first, r->p->n_expert * sizeof(*r->first));
-	r->first[0] = 0;
-}
-
-static bool route_alloc(struct backend_cpu *c, struct route *r)
-{
-	size_t n_slots = r->n_tok * r->p->n_used, n = r->p->n_expert;
-
-	r->chosen = arena_take(c, n_slots, sizeof(*r->chosen));
-	r->place = arena_take(c, n_slots, sizeof(*r->place));
-	r->weight = arena_take(c, n_slots, sizeof(*r->weight));
-	r->first = arena_take(c, n + 1, sizeof(*r->first));
-	r->active = arena_take(c, n, sizeof(*r->active));
-	r->n_rows = arena_take(c, n, sizeof(*r->n_rows));
-	r->probs = arena_take(c, r->n_tok * n, sizeof(float));
-	return r->chosen && r->place && r->weight && r->first && r->active && r->n_rows && r->probs;
-}
-
-/* Chooses; *r lies in the arena from where it was on. */
-static int route(struct backend_cpu *c, const struct backend_moe *p, const float *router_logits,
-		 size_t n_tok, struct route *r)
-{
-	struct route_job j = { .c = c, .r = r, .router = router_logits };
-
-	*r = (struct route){ .p = p, .n_tok = n_tok, .mark = c->used };
-	if (!route_alloc(c, r))
-		return -ENOMEM;
-	run(c, n_tok, route_piece, &j);
-	sort_slots(r);
-	return 0;
-}
-
-static void drop_route(struct backend_cpu *c)
-{
-	if (!c->route.p)
-		return;
-	c->used = c->route.mark;
-	c->route.p = NULL;
-	drop_kept(c);
-}
-
-static int cpu_moe_route(struct backend *b, const struct backend_moe *p, const float *router_logits,
-			 size_t n_tok)
-{
-	struct backend_cpu *c = cpu_of(b);
-	int r;
-
-	drop_route(c); /* of a layer that failed */
-	drop_kept(c);
-	r = route(c, p, router_logits, n_tok, &c->route);
-	if (r < 0) {
-		c->route.p = NULL;
-		drop_kept(c);
-		return r;
-	}
-	c->used = c->top; /* stays until moe() */
-	if (c->residency)
-		residency_layer_begin(c->residency, p->layer, c->route.active, c->route.n_rows,
-				      c->route.n_active);
-	return 0;
-}
-
-static bool cpu_moe_wants_guess(struct backend *b)
-{
-	struct backend_cpu *c = cpu_of(b);
-
-	return c->residency && residency_wants_guess(c->residency);
-}
-
-static int cpu_moe_guess(struct backend *b, const struct backend_moe *p, const float *router_logits,
-			 size_t n_tok)
-{
-	struct backend_cpu *c = cpu_of(b);
-	struct route r;
-	int err;
-
-	drop_kept(c);
-	err = route(c, p, router_logits, n_tok, &r);
-	if (err == 0)
-		residency_guess(c->residency, p->layer, r.active, r.n_active);
-	drop_kept(c);
-	return err;
-}
-
-struct moe_job {
-	struct backend_cpu *c;
-	const struct backend_moe *p;
-	const struct route *r;
-	const char *act, *up_act; /* input in the form that gate and up multiply: often the same */
-	size_t n_embd, n_ff, act_stride, up_stride, hidden_stride;
-	char *gathered, *up_gathered; /* input of each place */
-	float *gate_up; /* [place][2 * n_ff]: gate, then up; the product replaces gate */
-	char *hidden;   /* the product in the form that down multiplies */
-	float *result;  /* [place][n_embd] */
-	float *out;
-	struct residency_block *wave; /* experts whose weights are in memory now */
-	size_t n_wave;
-	/* one of the three weights at a time */
-	const struct gguf_tensor *w;
-	unsigned matrix; /* which */
-	const char *w_act;
-	float *y;
-	size_t w_act_stride, y_stride, w_stride, w_rows, rows, row_pieces;
-};
-
-static void gather_piece(void *arg, size_t t, unsigned thread)
-{
-	const struct moe_job *j = arg;
-	size_t n_used = j->p->n_used;
-
-	(void)thread;
-	for (size_t k = 0; k < n_used; k++) {
-		size_t place = j->r->place[t * n_used + k];
-
-		memcpy(j->gathered + place * j->act_stride, j->act + t * j->act_stride, j->act_stride);
-		if (j->up_gathered != j->gathered)
-			memcpy(j->up_gathered + place * j->up_stride, j->up_act + t * j->up_stride,
-			       j->up_stride);
-	}
-}
-
-static void expert_piece(void *arg, size_t i, unsigned thread)
-{
-	const struct moe_job *j = arg;
-	const struct residency_block *b = &j->wave[i / j->row_pieces];
-	size_t r0 = i % j->row_pieces * j->rows, place = j->r->first[b->expert];
-
-	(void)thread;
-	j->c->k->matmul[j->w->type](
-		j->w->ne[0], (const char *)b->matrix[j->matrix] + r0 * j->w_stride, j->w_stride,
-		MIN(j->rows, j->w_rows - r0), j->w_act + place * j->w_act_stride, j->w_act_stride,
-		j->r->first[b->expert + 1] - place, j->y + place * j->y_stride + r0, j->y_stride);
-}
-
-/* One weight of every expert of the wave over its places. */
-static void run_experts(struct moe_job *j, const struct gguf_tensor *w, unsigned matrix,
-			const char *act, size_t act_stride, float *y, size_t y_stride)
-{
-	j->w = w;
-	j->matrix = matrix;
-	j->w_act = act;
-	j->w_act_stride = act_stride;
-	j->y = y;
-	j->y_stride = y_stride;
-	j->w_stride = quant_row_bytes(w->type, w->ne[0]);
-	j->w_rows = w->ne[1];
-	j->rows = matmul_rows(j->w_stride);
-	j->row_pieces = n_pieces(j->w_rows, j->rows);
-	run(j->c, j->n_wave * j->row_pieces, expert_piece, j);
-}
-
-/* A piece is an expert: all its places. */
-static void hidden_piece(void *arg, size_t i, unsigned thread)
-{
-	const struct moe_job *j = arg;
-	enum quant_type type = cpu_act_type((enum quant_type)j->p->down->type);
-	uint32_t e = j->wave[i].expert;
-
-	(void)thread;
-	for (size_t place = j->r->first[e]; place < j->r->first[e + 1]; place++) {
-		float *gate = j->gate_up + place * 2 * j->n_ff;
-		char *hidden = j->hidden + place * j->hidden_stride;
-
-		j->c->k->silu_mul(gate, gate + j->n_ff, type == QUANT_F32 ? (float *)hidden : gate,
-				  j->n_ff);
-		if (type != QUANT_F32)
-			j->c->k->quantize[type](gate, hidden, j->n_ff);
-	}
-}
-
-static void sum_piece(void *arg, size_t t, unsigned thread)
-{
-	const struct moe_job *j = arg;
-
-	(void)thread;
-	for (size_t k = 0; k < j->p->n_used; k++) {
-		size_t slot = t * j->p->n_used + k;
-
-		j->c->k->add_scaled(j->out + t * j->n_embd, j->result + j->r->place[slot] * j->n_embd,
-				    j->r->weight[slot], j->n_embd);
-	}
-}
-
-static int moe_alloc(struct moe_job *j)
-{
-	struct backend_cpu *c = j->c;
-	size_t n_slots = j->r->n_tok * j->p->n_used;
-
-	j->gathered = j->up_gathered = arena_take(c, n_slots, j->act_stride);
-	if (j->up_act != j->act)
-		j->up_gathered = arena_take(c, n_slots, j->up_stride);
-	j->gate_up = arena_take(c, n_slots, 2 * j->n_ff * sizeof(float));
-	j->hidden = arena_take(c, n_slots, j->hidden_stride);
-	j->result = arena_take(c, n_slots, j->n_embd * sizeof(float));
-	j->wave = arena_take(c, j->p->n_expert, sizeof(*j->wave));
-	return j->gathered && j->up_gathered && j->gate_up && j->hidden && j->result && j->wave
-		       ? 0
-		       : -ENOMEM;
-}
-
-/*
- * x as the experts' first weights want it; files exist whose gate and up have types of different
- * activation forms.
- */
-static int moe_convert(struct moe_job *j, const struct gguf_tensor *in,
-		       const struct gguf_tensor *up, const float *x)
-{
-	enum quant_type type = cpu_act_type((enum quant_type)in->type);
-	enum quant_type up_type = up ? cpu_act_type((enum quant_type)up->type) : type;
-	char *other;
-
-	j->act_stride = j->up_stride = act_bytes(in->type, in->ne[0]);
-	j->act = j->up_act = activations(j->c, in->type, x, j->r->n_tok, in->ne[0]);
-	if (!j->act)
-		return -ENOMEM;
-	if (up_type == type)
-		return 0;
-	j->up_stride = act_bytes(up->type, up->ne[0]);
-	j->up_act = (const char *)x;
-	if (up_type == QUANT_F32)
-		return 0;
-	j->up_act = other = arena_take(j->c, j->r->n_tok, j->up_stride);
-	if (!other)
-		return -ENOMEM;
-	convert(j->c, up_type, x, j->r->n_tok, up->ne[0], other);
-	return 0;
-}
-
-/* Without residency: every expert at once, in the mapping. */
-static size_t whole_wave(struct moe_job *j)
-{
-	const struct gguf_tensor *const w[] = {
-		[0] = j->p->gate_up ? j->p->gate_up : j->p->gate,
-		[1] = j->p->gate_up ? NULL : j->p->up,
-		[2] = j->p->down,
-	};
-
-	for (size_t i = 0; i < j->r->n_active; i++) {
-		j->wave[i].expert = j->r->active[i];
-		for (unsigned k = 0; k < ARRAY_SIZE(w); k++)
-			if (w[k])
-				j->wave[i].matrix[k] = (const char *)w[k]->data +
-						       j->r->active[i] * w[k]->ne[1] *
-							       quant_row_bytes(w[k]->type, w[k]->ne[0]);
-	}
-	return j->r->n_active;
-}
-
-static void run_wave(struct moe_job *j)
-{
-	const struct gguf_tensor *in = j->p->gate_up ? j->p->gate_up : j->p->gate;
-
-	run_experts(j, in, 0, j->gathered, j->act_stride, j->gate_up, 2 * j->n_ff);
-	if (!j->p->gate_up)
-		run_experts(j, j->p->up, 1, j->up_gathered, j->up_stride, j->gate_up + j->n_ff,
-			    2 * j->n_ff);
-	run(j->c, j->n_wave, hidden_piece, j);
-	run_experts(j, j->p->down, 2, j->hidden, j->hidden_stride, j->result, j->n_embd);
-}
-
-static int run_waves(struct moe_job *j)
-{
-	struct residency *residency = j->c->residency;
-	ssize_t n;
-
-	if (!residency) {
-		j->n_wave = whole_wave(j);
-		run_wave(j);
-		return 0;
-	}
-	while ((n = residency_layer_next(residency, j->wave, j->p->n_expert)) > 0) {
-		j->n_wave = (size_t)n;
-		run_wave(j);
-	}
-	return (int)n;
-}
-
-static int cpu_moe(struct backend *b, const struct backend_moe *p, const float *x, size_t n_tok,
-		   float *out)
-{
-	struct backend_cpu *c = cpu_of(b);
-	const struct gguf_tensor *in = p->gate_up ? p->gate_up : p->gate;
-	struct moe_job j = { .c = c,
-			     .p = p,
-			     .r = &c->route,
-			     .n_embd = p->down->ne[1],
-			     .n_ff = p->down->ne[0],
-			     .out = out,
-			     .hidden_stride = act_bytes(p->down->type, p->down->ne[0]) };
-	int r;
-
-	assert(c->route.p == p && c->route.n_tok == n_tok);
-	r = moe_convert(&j, in, p->gate_up ? NULL : p->up, x);
-	if (r == 0)
-		r = moe_alloc(&j);
-	if (r == 0) {
-		run(c, n_tok, gather_piece, &j);
-		r = run_waves(&j);
-	}
-	if (r == 0)
-		run(c, n_tok, sum_piece, &j);
-	drop_route(c);
-	return r;
-}
-
-static void cpu_set_residency(struct backend *b, struct residency *r)
-{
-	cpu_of(b)->residency = r;
 }
 
 /* Life. */
@@ -1243,11 +800,11 @@ static const struct backend_ops cpu_ops = {
 	.rope = cpu_rope,
 	.attention = cpu_attention,
 	.delta = cpu_delta,
-	.moe_route = cpu_moe_route,
-	.moe = cpu_moe,
-	.moe_wants_guess = cpu_moe_wants_guess,
-	.moe_guess = cpu_moe_guess,
-	.set_residency = cpu_set_residency,
+	.moe_route = moe_cpu_route,
+	.moe = moe_cpu_compute,
+	.moe_wants_guess = moe_cpu_wants_guess,
+	.moe_guess = moe_cpu_guess,
+	.set_residency = moe_cpu_set_residency,
 };
 
 int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, struct backend **ret)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * backend.h: where operations run. A table of functions over float activations in the backend's own memory; weights are named
- * by their GGUF tensor. backend-cpu.c is the first, CUDA the second.
+ * by their GGUF tensor. backend-cpu.c (with moe-cpu.c) is the first, CUDA the second.
  *
  * Owned by the engine; engine thread only. All calls return 0 or -errno; what they computed is there for the calls that follow, and for the
  * caller after end(). -ENODEV from any of them: the device is lost, this backend computes nothing any more. Refuses to know layers,
@@ -15,6 +15,8 @@
 
 struct backend;
 struct residency;
+struct residency_block;
+struct route;
 
 /* One sequence's rows in a batch: [row, row + n_tok), positions from pos. */
 struct backend_span {
@@ -52,7 +54,7 @@ struct backend_delta {
 	const struct gguf_tensor *conv; /* [kernel, channels] */
 	const struct gguf_tensor *a;    /* [n_head_v], -exp(A_log) */
 	const struct gguf_tensor *dt;   /* [n_head_v] */
-	size_t state_offset;            /* floats: the layer's part of a sequence's recurrent state */
+	size_t state_offset; /* floats: the layer's part of a sequence's recurrent state */
 	float l2_eps;
 };
 
@@ -126,3 +128,32 @@ size_t backend_delta_temp_floats(size_t n_channels, size_t n_head_v);
 int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, struct backend **ret);
 const char *backend_cpu_isa(const struct backend *b); /* "avx2", "ref" */
 uint64_t backend_cpu_major_faults(const struct backend *b); /* of the calling thread and the compute threads, ever */
+
+/*
+ * A layer's experts on the CPU, for another backend that leaves some of them to it; also outside begin() and end(). From moe_begin to moe_end
+ * nothing else is asked of b. x: [n_tok][n_embd] floats in host memory; r: sorted. Both, and p, stay the caller's as they are until moe_end.
+ * -ENOMEM: scratch, and there is nothing to end.
+ */
+int backend_cpu_moe_begin(struct backend *b, const struct backend_moe *p, const struct route *r,
+			  const float *x);
+/* Computes these blocks of the layer, in host memory, of experts that were chosen. result: [place][n_embd], of which the places of these
+ * experts are written: the caller's memory, e.g. page-locked. How blocks are spread over calls changes no bit. */
+void backend_cpu_moe_run(struct backend *b, const struct residency_block *blocks, size_t n,
+			 float *result);
+void backend_cpu_moe_end(struct backend *b);
+/* What a moe_begin takes of the scratch, the route and the result not among it. SIZE_MAX: more than there can be. */
+size_t backend_cpu_moe_bytes(const struct backend_moe *p, size_t n_tok);
+
+/*
+ * On a card that holds m's trunk (card_load()). card and cpu, which computes the experts that are in host memory, must outlive it. Batches of at
+ * most batch_tok rows, sequences of at most `context` positions. -ENOMEM, -ENODEV with a text.
+ */
+struct card;
+int backend_cuda_new(struct card *card, const struct model *m, struct backend *cpu,
+		     size_t batch_tok, size_t context, struct backend **ret, char **ret_error);
+/* What of the card's memory it works in: card_sizes.scratch_bytes. SIZE_MAX on overflow. */
+size_t backend_cuda_scratch_bytes(const struct model *m, size_t batch_tok, size_t context);
+/* How much of the card is free? Slots are given back or taken accordingly (residency_look_at_card()). -ENODEV: it is lost. */
+int backend_cuda_look(struct backend *b);
+uint64_t backend_cuda_host_bytes(const struct backend *b); /* page-locked memory that goes with it */
+const char *backend_cuda_error(const struct backend *b);   /* what made it say -ENODEV; "" */

@@ -97,6 +97,17 @@ void engine_trace_free(struct engine_trace *t)
 	free(t);
 }
 
+void engine_forget_all(struct engine *e)
+{
+	for (struct engine_session *s = e->sessions; s; s = s->next)
+		session_forget(e, s);
+}
+
+uint64_t engine_host_bytes(const struct engine *e)
+{
+	return e->card ? 0 : engine_kv_bytes(e);
+}
+
 uint64_t engine_kv_bytes(const struct engine *e)
 {
 	uint64_t sum;
@@ -158,7 +169,7 @@ int engine_charge(struct engine *e, const struct engine_session *s, size_t n_new
 		if (!make_room(e, s, &s->user))
 			return -EDQUOT;
 	while (engine_kv_bytes(e) + need > e->kv_bytes_max ||
-	       residency_charge(e->residency, engine_kv_bytes(e) + need) < 0)
+	       residency_charge(e->residency, engine_host_bytes(e) + (e->card ? 0 : need)) < 0)
 		if (!engine_make_room(e, s))
 			return -ENOSPC;
 	return 0;
@@ -176,11 +187,14 @@ void engine_stats_fill(const struct engine *e, struct engine_stats *ret)
 		.n_evicted = e->n_evicted,
 		.context = e->context,
 		.threads = e->threads,
-		.backend = e->backend ? backend_cpu_isa(e->backend) : "none",
+		.backend = e->card  ? "cuda"
+			   : e->cpu ? backend_cpu_isa(e->cpu)
+				    : "none",
 		.model_broken = e->model_broken,
 		.heat_error = r.heat_error,
 		.budget_note = r.budget_note,
 		.tier = r.tier,
+		.card = e->card_state,
 	};
 }
 
@@ -230,8 +244,10 @@ struct loaded {
 	struct kv_arena *arena;
 	float *logits;
 	uint64_t kv_bytes_max;
+	uint64_t kv_least_bytes;
 	uint64_t heap_bytes; /* the process before any model, and what the model's vocabulary and the like took */
-	uint32_t context, batch_tok;
+	uint32_t context, batch_tok, scratch_batch_tok;
+	bool kv_f16;
 };
 
 static void loaded_done(struct loaded *l)
@@ -259,6 +275,7 @@ static int load_residency(struct engine *e, const struct engine_load *load, uint
 	int r;
 
 	l->batch_tok = c->batch_tok > 0 ? c->batch_tok : ENGINE_BATCH_TOK_MANAGED;
+	l->scratch_batch_tok = l->batch_tok;
 	scratch = graph_scratch_bytes(l->model, l->batch_tok);
 	if (!mul_ok(l->model->n_vocab, sizeof(float), &logits) || !(l->logits = malloc(logits)))
 		return fail(ret_error, -ENOMEM, "%s: no memory for the logits", load->path);
@@ -293,7 +310,9 @@ static int load_all(struct engine *e, const struct engine_load *load, struct loa
 	l->heap_bytes = e->base_bytes + (after > before ? after - before : 0);
 	l->context = c->context > 0 ? c->context : MIN(l->model->n_ctx_train, 32768u);
 	f16 = c->kv_f16 >= 0 ? c->kv_f16 > 0 : !l->model->weights_f32;
+	l->kv_f16 = f16;
 	r = size_memory(l->model, c, f16, l->context, &l->kv_bytes_max, &kv_least, ret_error);
+	l->kv_least_bytes = kv_least;
 	if (r == 0)
 		r = load_residency(e, load, kv_least, l, ret_reason, ret_error);
 	if (r < 0)
@@ -310,8 +329,8 @@ static struct loaded what_is_loaded(const struct engine *e)
 {
 	return (struct loaded){ .model = e->model,
 				.residency = e->residency,
-				.backend = e->backend,
-				.arena = e->arena,
+				.backend = e->cpu,
+				.arena = e->cpu_arena,
 				.logits = e->logits };
 }
 
@@ -320,6 +339,7 @@ static void install(struct engine *e, struct loaded *l, const struct engine_conf
 {
 	struct loaded old = what_is_loaded(e);
 
+	e->backend = NULL;
 	for (struct engine_session *s = e->sessions; s; s = s->next) {
 		session_forget(e, s);
 		s->tokens.n = 0;
@@ -330,13 +350,18 @@ static void install(struct engine *e, struct loaded *l, const struct engine_conf
 	loaded_done(&old);
 	e->model = l->model;
 	e->residency = l->residency;
-	e->backend = l->backend;
-	e->arena = l->arena;
+	e->backend = e->cpu = l->backend;
+	e->arena = e->cpu_arena = l->arena;
+	e->kv_f16 = l->kv_f16;
 	e->logits = l->logits;
-	e->kv_bytes_max = l->kv_bytes_max;
+	e->kv_bytes_max = e->cpu_kv_bytes_max = l->kv_bytes_max;
+	e->kv_least_bytes = l->kv_least_bytes;
 	e->context = l->context;
 	e->threads = c->threads;
-	e->batch_tok = l->batch_tok;
+	e->batch_tok = e->cpu_batch_tok = l->batch_tok;
+	e->scratch_batch_tok = l->scratch_batch_tok;
+	e->max_runs = UINT32_MAX;
+	e->card_config = c->card;
 	e->model_broken = false;
 	e->faults_at_load = l->backend ? backend_cpu_major_faults(l->backend) : 0;
 	e->heat_saved_us = now_us();
@@ -349,6 +374,7 @@ static int load_beside_old(struct engine *e, struct engine_load *load, struct lo
 {
 	int r;
 
+	engine_card_stop(e);
 	if (e->residency) {
 		residency_release(e->residency);
 		(void)residency_save_heat(e->residency); /* the same model's new configuration begins with it */
@@ -372,10 +398,12 @@ static void load_model(struct engine *e, struct engine_load *load)
 	if (load->err < 0) {
 		loaded_done(&l);
 	} else {
+		engine_card_stop(e);
 		install(e, &l, &load->config);
 		if (e->model)
 			load->model = model_ref(e->model);
 	}
+	engine_card_start(e);
 	engine_stats_fill(e, &load->stats);
 	load->mail.kind = EVENT_LOADED;
 	mailbox_post(e->out, &load->mail);
@@ -391,7 +419,7 @@ static void inspect(struct engine *e, struct engine_inspect *i)
 	if (i->settle)
 		residency_settle(r);
 	residency_get_stats(r, &i->stats);
-	i->compute_major_faults = backend_cpu_major_faults(e->backend) - e->faults_at_load;
+	i->compute_major_faults = backend_cpu_major_faults(e->cpu) - e->faults_at_load;
 	i->layers = calloc(residency_n_layers(r) + 1, sizeof(*i->layers));
 	if (!i->layers)
 		return;
@@ -435,7 +463,7 @@ static int clone_session(struct engine *e, const struct engine_session *from,
 	while (engine_kv_bytes(e) > e->kv_bytes_max && engine_make_room(e, to))
 		;
 	if (engine_kv_bytes(e) > e->kv_bytes_max || bytes_of_user(e, to->user) > user_bytes_max ||
-	    residency_charge(e->residency, engine_kv_bytes(e)) < 0)
+	    residency_charge(e->residency, engine_host_bytes(e)) < 0)
 		session_forget(e, to);
 	return 0;
 }
@@ -444,7 +472,7 @@ static int clone_session(struct engine *e, const struct engine_session *from,
 static void recharge(struct engine *e)
 {
 	if (e->residency)
-		(void)residency_charge(e->residency, engine_kv_bytes(e));
+		(void)residency_charge(e->residency, engine_host_bytes(e));
 }
 
 static void take_mail(struct engine *e, struct mail *m)
@@ -493,6 +521,18 @@ static void take_mail(struct engine *e, struct mail *m)
 		free(f);
 		break;
 	}
+	case ENGINE_LOOK:
+		atomic_store(&e->look_posted, false);
+		engine_card_look(e);
+		break;
+	case ENGINE_SUSPEND:
+		atomic_store(&e->suspend_posted, false);
+		engine_card_suspend(e);
+		break;
+	case ENGINE_RESUME:
+		atomic_store(&e->resume_posted, false);
+		engine_card_resume(e);
+		break;
 	case ENGINE_QUIT: e->quit = true; break;
 	}
 }
@@ -546,15 +586,18 @@ static uint64_t bytes_needed(const struct engine *e, const struct engine_request
 static struct engine_request *next_request(struct engine *e)
 {
 	struct engine_request *req = request_of(sched_pick(&e->sched, false));
+	uint32_t n_running = 0;
 	uint64_t sum;
 
 	if (req->sched.running || !e->arena)
 		return req;
 	req->reserved_bytes = sum = bytes_needed(e, req);
 	for (struct sched_entry *s = e->sched.first; s; s = s->next)
-		if (s->running)
+		if (s->running) {
 			sum += request_of(s)->reserved_bytes;
-	if (sum > e->kv_bytes_max) {
+			n_running++;
+		}
+	if (sum > e->kv_bytes_max || n_running >= e->max_runs) {
 		struct sched_entry *begun = sched_pick(&e->sched, true);
 
 		if (begun)
@@ -584,9 +627,10 @@ static void *engine_main(void *arg)
 			load_model(e, TAKE_PTR(e->load));
 		} else if (e->quit) {
 			/* Here, because reads may be in flight that only this thread can take back. */
-			if (e->backend)
-				e->backend->ops->set_residency(e->backend, NULL);
+			if (e->cpu)
+				e->cpu->ops->set_residency(e->cpu, NULL);
 			e->residency = residency_free(e->residency);
+			engine_card_stop(e);
 			return NULL;
 		}
 	}
@@ -603,6 +647,9 @@ int engine_new(struct mailbox *to_loop, struct engine **ret)
 	e->wake.kind = ENGINE_WAKE;
 	e->shrink.kind = ENGINE_SHRINK;
 	e->release.kind = ENGINE_RELEASE;
+	e->look.kind = ENGINE_LOOK;
+	e->suspend.kind = ENGINE_SUSPEND;
+	e->resume.kind = ENGINE_RESUME;
 	e->quit_mail.kind = ENGINE_QUIT;
 	r = mailbox_init(&e->inbox, false);
 	if (r < 0) {
@@ -643,6 +690,24 @@ void engine_release(struct engine *e)
 {
 	if (!atomic_exchange(&e->release_posted, true))
 		mailbox_post(&e->inbox, &e->release);
+}
+
+void engine_look(struct engine *e)
+{
+	if (!atomic_exchange(&e->look_posted, true))
+		mailbox_post(&e->inbox, &e->look);
+}
+
+void engine_suspend(struct engine *e)
+{
+	if (!atomic_exchange(&e->suspend_posted, true))
+		mailbox_post(&e->inbox, &e->suspend);
+}
+
+void engine_resume(struct engine *e)
+{
+	if (!atomic_exchange(&e->resume_posted, true))
+		mailbox_post(&e->inbox, &e->resume);
 }
 
 struct residency_shared *engine_shared(struct engine *e)

@@ -31,6 +31,9 @@ enum engine_mail {
 	ENGINE_RELEASE, /* static: idle for long: experts leave the memory */
 	ENGINE_INSPECT, /* struct engine_inspect */
 	ENGINE_FEED,    /* struct engine_feed */
+	ENGINE_LOOK,    /* static: how much of the card is free; is a lost one back? */
+	ENGINE_SUSPEND, /* static: the machine goes to sleep, the card's contents are lost */
+	ENGINE_RESUME,  /* static: it woke up */
 	ENGINE_QUIT,    /* static: end what runs, return everything, stop */
 };
 
@@ -41,10 +44,20 @@ enum engine_event_kind {
 	EVENT_DONE,         /* struct engine_request */
 	EVENT_INSPECTED,    /* struct engine_inspect */
 	EVENT_TRACE,        /* struct engine_trace */
+	EVENT_CARD,         /* struct engine_card_event: it is used from now on, or no more */
+	EVENT_SUSPENDED,    /* struct mail, malloc'd: nothing is in the card's memory any more */
+};
+
+/* The GPU and what of its memory is ours. */
+struct engine_card_config {
+	bool off;
+	uint64_t budget_bytes;  /* of all that we take of it; 0: what is free, less the reserve */
+	uint64_t reserve_bytes; /* what others can take at any instant */
 };
 
 struct engine_config {
 	uint32_t threads, context, batch_tok;
+	struct engine_card_config card;
 	uint64_t kv_bytes_max; /* 0: auto */
 	int kv_f16;            /* -1: as the weights ask */
 	struct residency_config residency;
@@ -53,6 +66,23 @@ struct engine_config {
 /* batch_tok 0: so many, or the second where experts have to be read: each is read once a batch. */
 #define ENGINE_BATCH_TOK         128
 #define ENGINE_BATCH_TOK_MANAGED 512
+
+/* The GPU as far as there is one. */
+struct engine_card {
+	enum engine_card_state {
+		ENGINE_CARD_NONE,   /* none, or not to be used: why says it */
+		ENGINE_CARD_ACTIVE, /* trunk, KV and the hottest experts are on it */
+		ENGINE_CARD_DEGRADED, /* the CPU computes what the card should: lost, asleep, too full; it is tried again */
+	} state;
+	char name[96];       /* printable ASCII; "" when none was ever seen */
+	char why[256];       /* not ACTIVE: one line for people */
+	char code[32];       /* what the kernels come from: "binary", "ptx", "emulator"... */
+	int driver;          /* 1000 * major + 10 * minor of CUDA */
+	unsigned capability; /* 75 is 7.5 */
+	bool emulator;       /* not a GPU at all: for tests */
+	uint64_t total_bytes;
+	uint64_t n_lost; /* times that it was given up, since the start */
+};
 
 /* What the loop may publish; a copy travels with every EVENT_DONE, EVENT_LOADED and EVENT_CLONED. */
 struct engine_stats {
@@ -64,6 +94,13 @@ struct engine_stats {
 	int heat_error; /* -errno: the heat could not be saved */
 	const char *budget_note; /* static; why the engine itself lowered the budget last; NULL: it has not */
 	enum residency_tier tier;
+	struct engine_card card;
+};
+
+/* The card is used from now on, or no more. */
+struct engine_card_event {
+	struct mail mail;
+	struct engine_stats stats;
 };
 
 /* Where the blocks are: asked by the loop, filled by the engine between two steps. */
@@ -171,6 +208,11 @@ void engine_post(struct engine *e, struct mail *m);
 void engine_wake(struct engine *e);
 void engine_shrink(struct engine *e);  /* memory is short */
 void engine_release(struct engine *e); /* idle for long */
+/* To be called each second while a card is used or waited for (stats.card.state is not NONE). */
+void engine_look(struct engine *e);
+/* Before the machine sleeps: EVENT_SUSPENDED comes when the card's context is gone. After: the card is taken up again. */
+void engine_suspend(struct engine *e);
+void engine_resume(struct engine *e);
 /* What may be set and seen without mail. Lives as long as the engine. */
 struct residency_shared *engine_shared(struct engine *e);
 void engine_record(struct engine *e, bool record); /* EVENT_TRACE for each decoded token */

@@ -38,8 +38,8 @@ struct kv_table {
 /* bytes_max is rounded down to whole pages; -E2BIG when it holds not even one. f16 selects the element type. */
 int kv_arena_new(const struct kv_layout *l, bool f16, size_t bytes_max, struct kv_arena **ret);
 /* The same in other memory; the struct is copied. */
-int kv_arena_new_in(const struct kv_memory *memory, const struct kv_layout *l, bool f16, size_t bytes_max,
-		    struct kv_arena **ret);
+int kv_arena_new_in(const struct kv_memory *memory, const struct kv_layout *l, bool f16,
+		    size_t bytes_max, struct kv_arena **ret);
 const struct kv_memory *kv_arena_memory(const struct kv_arena *a);
 struct kv_arena *kv_arena_free(struct kv_arena *a);
 size_t kv_arena_page_bytes(const struct kv_arena *a);

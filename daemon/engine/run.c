@@ -228,7 +228,8 @@ static int forward(struct engine *e, struct run *run, const struct graph_seq *se
 	return r;
 }
 
-/* One batch of the run's sequence; ret_n of its tokens from the state's position. */
+/* One batch of the run's sequence; ret_n of its tokens from the state's position. -EAGAIN: the card was lost, and the state with it; what it had
+ * evaluated is evaluated once more, on the CPU. */
 static int evaluate(struct engine *e, struct run *run, size_t n, bool want_logits)
 {
 	struct state *state = run->ses->state;
@@ -245,6 +246,8 @@ static int evaluate(struct engine *e, struct run *run, size_t n, bool want_logit
 		if (r == 0)
 			r = forward(e, run, &seq);
 	} while (r == -ENOSPC && engine_make_room(e, run->ses));
+	if (r == -ENODEV && engine_card_lost(e))
+		return -EAGAIN;
 	if (r != -ECANCELED && is_broken(e))
 		r = -ESTALE;
 	switch (r) {
@@ -318,28 +321,41 @@ static int choose_token(struct engine *e, struct run *run, uint64_t begun)
 	return MIN(r, 0);
 }
 
-static int prefill_step(struct engine *e, struct run *run)
+/* The next batch of the tokens before `end`; the logits of the last one are wanted, or nobody's. */
+static int evaluate_piece(struct engine *e, struct run *run, size_t end, bool want_logits, size_t *ret_n)
 {
-	uint64_t begun = now_us();
-	size_t pos = run->ses->state->n_tok, n = MIN((size_t)e->batch_tok, run->n_prompt - pos);
-	struct engine_event *ev;
+	size_t pos = run->ses->state->n_tok, n = MIN((size_t)e->batch_tok, end - pos);
 	int r;
 
 	/* End a batch at the cut: that is where the checkpoint is taken. */
 	if (pos < run->cut && pos + n > run->cut)
 		n = run->cut - pos;
-	r = evaluate(e, run, n, pos + n == run->n_prompt);
+	r = evaluate(e, run, n, want_logits && pos + n == end);
 	if (r < 0)
 		return r;
-	pos += n;
-	run->prompt_done = pos == run->n_prompt;
 	/* Without memory for it the next turn evaluates more again, no worse. */
-	if (pos == run->cut && run->cut < run->n_prompt)
+	if (pos + n == run->cut && run->cut < run->n_prompt)
 		(void)state_checkpoint(run->ses->state, e->model, e->arena);
+	*ret_n = n;
+	return 0;
+}
+
+static int prefill_step(struct engine *e, struct run *run)
+{
+	uint64_t begun = now_us();
+	struct engine_event *ev;
+	size_t n = 0, pos;
+	int r;
+
+	r = evaluate_piece(e, run, run->n_prompt, true, &n);
+	if (r < 0)
+		return r;
+	pos = run->ses->state->n_tok;
+	run->prompt_done = pos == run->n_prompt;
 	ev = event_new(run, now_us() - begun);
 	if (!ev)
 		return -ENOMEM;
-	ev->prefill_done = pos - run->n_cached;
+	ev->prefill_done = pos - MIN(pos, run->n_cached);
 	ev->prefill_total = run->n_prompt - run->n_cached;
 	ev->n_prefill_tok = (uint32_t)n;
 	mailbox_post(e->out, &ev->mail);
@@ -353,8 +369,13 @@ static int prefill_step(struct engine *e, struct run *run)
 static int decode_step(struct engine *e, struct run *run)
 {
 	uint64_t begun = now_us();
-	int r = evaluate(e, run, 1, true);
+	size_t n;
+	int r;
 
+	/* The state was lost on the way: what was said comes in again, piece by piece. */
+	if (run->ses->state->n_tok + 1 < run->seq.n)
+		return evaluate_piece(e, run, run->seq.n - 1, false, &n);
+	r = evaluate(e, run, 1, true);
 	return r < 0 ? r : choose_token(e, run, begun);
 }
 
@@ -467,8 +488,12 @@ void run_step(struct engine *e, struct engine_request *req)
 
 	if (!req->sched.running)
 		r = run_begin(e, req);
+	if (r == 0 && !req->run->ses->state)
+		r = engine_session_begin(e, req->run->ses);
 	if (r == 0)
 		r = req->run->prompt_done ? decode_step(e, req->run) : prefill_step(e, req->run);
+	if (r == -EAGAIN)
+		r = 0;
 	sched_charge(&e->sched, &req->sched, now_us() - begun);
 	if (r == -ECANCELED)
 		run_cancel(e, req);

@@ -209,7 +209,9 @@ static int bind_model(struct model *m, struct qwen35moe *q, char **ret_error)
 	r = arch_bind(m, -1, list, ARRAY_SIZE(list), ret_error);
 	if (r < 0)
 		return r;
-	if (!q->out) /* tied */
+	m->embd = q->embd;
+	m->embd_tied = !q->out;
+	if (m->embd_tied)
 		q->out = q->embd;
 	m->n_vocab = (uint32_t)n_vocab;
 	return 0;
@@ -321,6 +323,7 @@ static int qwen35moe_load(struct model *m, char **ret_error)
 		return r;
 	m->kv.n_head = q->n_head_kv;
 	m->kv.k_dim = m->kv.v_dim = q->head_dim;
+	m->head_dim_max = MAX(q->head_dim, MAX(q->k_dim, q->v_dim));
 	plan_scratch(m, q);
 	return 0;
 }

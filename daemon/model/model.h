@@ -34,6 +34,9 @@ struct model {
 	uint32_t n_expert_used; /* of a layer, by a token; 0: no experts */
 	uint64_t n_params, weight_bytes;
 	bool weights_f32; /* every matrix is F32: KV is then kept in F32 too */
+	const struct gguf_tensor *embd; /* is looked up row by row; every other tensor of the trunk is read whole */
+	bool embd_tied;                 /* it is the output head too */
+	uint32_t head_dim_max; /* of attention and recurrent layers */
 	struct kv_layout kv;
 	size_t recurrent_floats; /* recurrent state of one session, all layers; 0: none */
 	size_t row_floats; /* scratch of one row of a batch: what arch->forward() takes of the graph at most */

@@ -60,7 +60,7 @@ void residency_get_stats(const struct residency *r, struct residency_stats *ret)
 	ret->reserve_bytes = r->reserve;
 	ret->trunk_bytes = r->catalog->trunk_bytes;
 	ret->trunk_locked_bytes = r->trunk_locked;
-	ret->fixed_bytes = r->fixed;
+	ret->fixed_bytes = r->fixed + (r->card ? r->card->config.host_bytes : 0);
 	ret->kv_bytes = r->kv;
 	ret->block_bytes_all = r->catalog->block_bytes;
 	ret->n_blocks = r->catalog->n_blocks;
@@ -69,6 +69,8 @@ void residency_get_stats(const struct residency *r, struct residency_stats *ret)
 	ret->prefetching = r->host && prefetch_read(&r->prefetch);
 	ret->n_host = r->catalog->n_blocks;
 	ret->block_bytes = ret->place_bytes = r->catalog->block_bytes;
+	if (r->card)
+		residency_card_get_stats(r, &ret->vram);
 	if (!r->host)
 		return;
 	ret->method = host_method(r->host);
@@ -93,10 +95,13 @@ void residency_get_layer(const struct residency *r, uint32_t i, struct residency
 		.n_host = r->host ? 0 : l->n_expert,
 		.block_bytes = l->block_bytes,
 		.hits = r->of_layer[i].hits,
+		.vram_hits = r->of_layer[i].vram_hits,
 		.misses = r->of_layer[i].misses,
 	};
-	for (uint32_t e = 0; r->host && e < l->n_expert; e++)
+	for (uint32_t e = 0; r->host && e < l->n_expert; e++) {
 		ret->n_host += host_state(r->host, l->first_block + e) == HOST_HERE;
+		ret->n_vram += residency_card_has(r, l->first_block + e);
+	}
 }
 
 void residency_get_blocks(const struct residency *r, uint32_t i, uint16_t *ret_heat, char *ret_place)
@@ -108,6 +113,8 @@ void residency_get_blocks(const struct residency *r, uint32_t i, uint16_t *ret_h
 		uint32_t block = l->first_block + e;
 
 		ret_heat[e] = r->evict ? evict_heat(r->evict, block) : 0;
-		ret_place[e] = r->host ? places[host_state(r->host, block)] : 'h';
+		ret_place[e] = residency_card_has(r, block) ? 'v'
+			       : r->host                    ? places[host_state(r->host, block)]
+							    : 'h';
 	}
 }

@@ -43,8 +43,10 @@ bool residency_managed(const struct residency *r)
 
 uint64_t residency_block_limit(const struct residency *r)
 {
-	uint64_t other = r->catalog->trunk_bytes + r->fixed + r->kv;
+	uint64_t other = r->catalog->trunk_bytes - r->trunk_away + r->fixed + r->kv;
 
+	if (r->card)
+		other += r->card->config.host_bytes;
 	return r->budget > other ? r->budget - other : 0;
 }
 
@@ -260,6 +262,8 @@ static void arrive(struct residency *r, uint32_t block, int err)
 	evict_insert(r->evict, block);
 	if (w)
 		host_pin(r->host, block);
+	else if (r->card)
+		residency_card_offer(r, block);
 }
 
 static void take_arrivals(struct residency *r)
@@ -316,9 +320,11 @@ static void request_missing(struct residency *r, bool force)
 
 /* A layer. */
 
-static void count_use(struct residency *r, uint32_t block, uint32_t n_tok)
+void residency_count_use(struct residency *r, uint32_t block, uint32_t n_tok)
 {
 	evict_touch(r->evict, block, n_tok);
+	if (r->card)
+		evict_touch(r->card->evict, block, n_tok);
 	if (r->decode)
 		admission_touch(r->admission, block);
 	if (r->session_heat) {
@@ -349,6 +355,13 @@ static void want(struct residency *r, struct wanted *w)
 {
 	uint32_t o = r->ordinal[r->layer];
 
+	if (residency_card_has(r, w->block)) {
+		w->state = WANT_READY;
+		w->on_card = true;
+		r->of_layer[o].vram_hits++;
+		r->card->stats.hits++;
+		return;
+	}
 	if (host_state(r->host, w->block) == HOST_HERE && is_lost(r, w->block)) {
 		r->stats.kernel_took++;
 		residency_drop(r, w->block);
@@ -382,12 +395,12 @@ static void want(struct residency *r, struct wanted *w)
 	}
 }
 
-static void note_choice(struct residency *r, const uint32_t *experts, size_t n)
+void residency_note_choice(struct residency *r, uint32_t layer, const uint32_t *experts, size_t n)
 {
 	if (!r->record || !r->decode)
 		return;
 	memcpy(r->record_experts + r->n_record, experts, n * sizeof(*experts));
-	r->record_counts[r->ordinal[r->layer]] = (uint32_t)n;
+	r->record_counts[r->ordinal[layer]] = (uint32_t)n;
 	r->n_record += n;
 	r->recorded = true;
 }
@@ -402,12 +415,15 @@ void residency_layer_begin(struct residency *r, uint32_t layer, const uint32_t *
 	r->n_wanted = r->n_left = n;
 	r->n_pending = r->n_coming = r->n_held = 0;
 	r->error = 0;
-	note_choice(r, experts, n);
+	residency_note_choice(r, layer, experts, n);
 	for (size_t i = 0; i < n; i++)
 		r->wanted[i] = (struct wanted){ .block = l->first_block + experts[i],
-						.expert = experts[i] };
+						.expert = experts[i],
+						.n_tok = n_tok[i] };
 	if (!r->host)
 		return;
+	if (r->card)
+		residency_card_layer(r, r->n_rows);
 	obey(r);
 	take_arrivals(r);
 	for (size_t i = 0; i < n; i++) {
@@ -416,7 +432,7 @@ void residency_layer_begin(struct residency *r, uint32_t layer, const uint32_t *
 		/* All at once kept, before the first miss looks for a victim. */
 		r->keep[block] = 1;
 		r->index_of[block] = (uint32_t)i + 1;
-		count_use(r, block, n_tok[i]);
+		residency_count_use(r, block, n_tok[i]);
 	}
 	for (size_t i = 0; i < n; i++)
 		want(r, &r->wanted[i]);
@@ -443,18 +459,22 @@ static void admit(struct residency *r, const struct wanted *w)
 
 static void release_wave(struct residency *r)
 {
+	if (r->card)
+		residency_card_wave_done(r);
 	for (size_t i = 0; i < r->n_wanted; i++) {
 		struct wanted *w = &r->wanted[i];
 
 		if (w->state != WANT_GIVEN)
 			continue;
 		w->state = WANT_DONE;
-		host_unpin(r->host, w->block);
+		if (!w->on_card)
+			host_unpin(r->host, w->block);
 		r->keep[w->block] = 0;
 		r->index_of[w->block] = 0;
 		if (w->missed) {
 			r->n_held--;
-			admit(r, w);
+			if (!w->on_card)
+				admit(r, w);
 		}
 	}
 }
@@ -468,7 +488,7 @@ void residency_end_layer(struct residency *r)
 		if (!r->host)
 			continue;
 		r->index_of[w->block] = 0;
-		if (w->state == WANT_READY || w->state == WANT_GIVEN)
+		if ((w->state == WANT_READY || w->state == WANT_GIVEN) && !w->on_card)
 			host_unpin(r->host, w->block);
 		if (w->state != WANT_COMING)
 			r->keep[w->block] = 0;
@@ -488,32 +508,86 @@ static void fill(const struct residency *r, uint32_t expert, uint32_t block, str
 				  : (const char *)l->matrix[i]->data + expert * l->expert_bytes[i];
 }
 
-static size_t give(struct residency *r, struct residency_block *ret, size_t max)
+/* What is in host memory by now goes over to the card, or is the CPU's. */
+static void decide(struct residency *r)
+{
+	for (size_t i = 0; i < r->n_wanted; i++) {
+		struct wanted *w = &r->wanted[i];
+		enum card_way way;
+
+		if (w->state != WANT_READY || w->on_card || w->decided)
+			continue;
+		way = residency_card_fetch(r, w);
+		w->on_card = way == CARD_YES;
+		w->decided = way == CARD_NO;
+		if (w->on_card)
+			host_unpin(r->host, w->block);
+	}
+	if (r->card->error < 0)
+		r->error = r->card->error;
+}
+
+static bool is_ready(const struct residency *r, const struct wanted *w, bool on_card)
+{
+	if (!r->host)
+		return w->state != WANT_GIVEN;
+	return w->state == WANT_READY && w->on_card == on_card && (!r->card || on_card || w->decided);
+}
+
+static size_t give(struct residency *r, bool on_card, struct residency_block *ret, size_t max)
 {
 	size_t n = 0;
 
-	if (r->n_pending > 0 || r->n_coming > 0)
+	if (!on_card && (r->n_pending > 0 || r->n_coming > 0 || (r->card && !r->card->once)))
 		max = MIN(max, (size_t)WAVE_BLOCKS);
 	for (size_t i = 0; i < r->n_wanted && n < max; i++) {
 		struct wanted *w = &r->wanted[i];
 
-		if (r->host && w->state != WANT_READY)
-			continue;
-		if (!r->host && w->state == WANT_GIVEN)
+		if (!is_ready(r, w, on_card))
 			continue;
 		w->state = WANT_GIVEN;
-		fill(r, w->expert, w->block, &ret[n++]);
+		if (on_card)
+			ret[n++] = (struct residency_block){ .expert = w->expert };
+		else
+			fill(r, w->expert, w->block, &ret[n++]);
+		if (!on_card && r->card)
+			residency_card_given(r, w);
 	}
 	r->n_left -= n;
 	return n;
 }
 
-ssize_t residency_layer_next(struct residency *r, struct residency_block *ret, size_t max)
+/* The next wave of what is ready. The card's first, it works while the CPU does; in large batches by turns, so that the CPU does not wait
+ * for room to copy. */
+static size_t give_ready(struct residency *r, struct residency_block *ret, size_t max, bool *ret_on_card)
+{
+	struct residency_card *c = r->card;
+	size_t n = 0;
+
+	*ret_on_card = false;
+	if (!c)
+		return give(r, false, ret, max);
+	decide(r);
+	if (r->error < 0)
+		return 0;
+	for (unsigned i = 0; i < 2 && n == 0; i++) {
+		bool card = (i == 0) != (c->cpus_turn && !c->once);
+
+		n = give(r, card, ret, max);
+		*ret_on_card = card && n > 0;
+	}
+	c->cpus_turn = *ret_on_card;
+	return n;
+}
+
+ssize_t residency_layer_next(struct residency *r, struct residency_block *ret, size_t max,
+			     bool *ret_on_card)
 {
 	size_t n;
 
 	if (!r->host) {
-		n = give(r, ret, max);
+		*ret_on_card = false;
+		n = give(r, false, ret, max);
 		if (n == 0)
 			residency_end_layer(r);
 		return (ssize_t)n;
@@ -522,7 +596,7 @@ ssize_t residency_layer_next(struct residency *r, struct residency_block *ret, s
 	take_arrivals(r);
 	request_missing(r, false);
 	while (r->error == 0 && r->n_left > 0) {
-		n = give(r, ret, max);
+		n = give_ready(r, ret, max, ret_on_card);
 		if (n > 0)
 			return (ssize_t)n;
 		request_missing(r, true);
@@ -546,7 +620,7 @@ void residency_guess(struct residency *r, uint32_t layer, const uint32_t *expert
 	for (size_t i = 0; i < n; i++) {
 		uint32_t block = l->first_block + experts[i];
 
-		if (host_state(r->host, block) != HOST_ABSENT)
+		if (host_state(r->host, block) != HOST_ABSENT || residency_card_has(r, block))
 			continue;
 		r->guessed[block] = 1;
 		if (!prefetch_read(&r->prefetch))
@@ -568,6 +642,10 @@ void residency_warm(struct residency *r, const uint16_t *heat)
 		return;
 	if (heat)
 		evict_set_heat(r->evict, heat);
+	if (heat && r->card)
+		evict_set_heat(r->card->evict, heat);
+	if (r->card)
+		limit += r->card->limit;
 	max = MIN((size_t)(limit / MAX(r->catalog->block_bytes / r->catalog->n_blocks, UINT64_C(1))),
 		  (size_t)r->catalog->n_blocks);
 	r->n_warm = evict_hottest_absent(r->evict, r->warm, max);
@@ -585,7 +663,8 @@ static bool warm_one(struct residency *r)
 	uint32_t block = r->warm[r->n_warm - 1], victim;
 
 	r->n_warm--;
-	if (host_state(r->host, block) != HOST_ABSENT || evict_heat(r->evict, block) == 0)
+	if (host_state(r->host, block) != HOST_ABSENT || residency_card_has(r, block) ||
+	    evict_heat(r->evict, block) == 0)
 		return true;
 	if (!host_has_room(r->host, block, residency_block_limit(r))) {
 		victim = evict_victim(r->evict, host_class(r->host, block), r->keep);
@@ -612,6 +691,7 @@ void residency_step_begin(struct residency *r, size_t n_rows, uint16_t *session_
 	residency_end_layer(r); /* of a step that failed half-way */
 	r->decode = n_rows < PREFILL_ROWS;
 	r->one_row = n_rows == 1;
+	r->n_rows = n_rows;
 	r->session_heat = session_heat;
 	r->recorded = false;
 	r->n_record = 0;
@@ -626,6 +706,8 @@ void residency_step_begin(struct residency *r, size_t n_rows, uint16_t *session_
 	if (!r->host)
 		return;
 	evict_step(r->evict);
+	if (r->card)
+		residency_card_step(r);
 	if (r->decode)
 		admission_step(r->admission, host_n_here(r->host));
 }
@@ -694,6 +776,8 @@ void residency_step_end(struct residency *r)
 		(void)prefetch_step(&r->prefetch, us, r->step_stall);
 	memset(r->guessed, 0, r->catalog->n_blocks);
 	take_arrivals(r);
+	if (r->card)
+		(void)residency_card_settle(r, false, false);
 	warm_some(r);
 	if (r->feed) {
 		if (r->tier == RESIDENCY_ARENA)
@@ -704,6 +788,7 @@ void residency_step_end(struct residency *r)
 
 bool residency_pump(struct residency *r, bool wait)
 {
+	bool more = false;
 	uint32_t block;
 	int err;
 
@@ -711,10 +796,12 @@ bool residency_pump(struct residency *r, bool wait)
 	if (!r->host)
 		return false;
 	take_arrivals(r);
+	if (r->card)
+		more = residency_card_settle(r, true, wait && host_n_coming(r->host) == 0);
 	warm_some(r);
 	if (wait && host_take(r->host, true, &block, &err) > 0)
 		arrive(r, block, err);
-	return r->n_warm > 0 || host_n_coming(r->host) > 0;
+	return more || r->n_warm > 0 || host_n_coming(r->host) > 0;
 }
 
 void residency_settle(struct residency *r)
@@ -733,6 +820,8 @@ void residency_release(struct residency *r)
 	r->n_warm = 0;
 	while (residency_pump(r, true))
 		;
+	if (r->card)
+		residency_card_release(r);
 	while ((block = evict_victim(r->evict, EVICT_ANY_CLASS, r->keep)) != EVICT_NONE)
 		residency_drop(r, block);
 	(void)host_trim(r->host);

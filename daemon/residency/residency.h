@@ -18,6 +18,7 @@
 #include "daemon/residency/host.h"
 
 struct residency;
+struct vram;
 
 enum residency_tier { RESIDENCY_AUTO, RESIDENCY_UNMANAGED, RESIDENCY_MAPPED, RESIDENCY_ARENA };
 
@@ -31,6 +32,7 @@ struct residency_shared {
 	_Atomic uint64_t budget_bytes;     /* in force */
 	_Atomic uint64_t configured_bytes; /* the most that it may become */
 	_Atomic uint64_t at_load_bytes, floor_bytes;
+	_Atomic uint64_t yield_bytes; /* of the card: what leases want left free beyond the reserve; UINT64_MAX: all that can be */
 	atomic_bool managed; /* the budget can move */
 };
 
@@ -48,6 +50,27 @@ struct residency_config {
 struct residency_block {
 	uint32_t expert;
 	const void *matrix[CATALOG_MATRICES]; /* gate (or gate and up), up, down; NULL: absent */
+};
+
+/* The VRAM tier. Bytes of the card. */
+struct residency_vram {
+	bool present;
+	uint64_t budget_bytes;  /* of everything of ours, now: fixed and slots */
+	uint64_t fixed_bytes;   /* trunk, KV, scratch: taken before any slot */
+	uint64_t trunk_bytes;   /* of those: they are not in the host's memory */
+	uint64_t slot_bytes;    /* of chunks that are there */
+	uint64_t block_bytes;   /* of the blocks in them */
+	uint64_t reserve_bytes; /* to be left free */
+	uint64_t free_bytes;    /* of the whole card, when it was looked at last */
+	uint64_t overlap_bytes; /* of blocks that are in host memory too, but for those on their way: 0 is the aim */
+	uint32_t n_blocks;
+	/* Since the card was taken up. hits: (step, layer, expert) found in a slot. */
+	uint64_t hits, promoted, demoted, copied_back; /* copied_back: of the demoted, into host memory */
+	uint64_t staged;                /* blocks that were copied for one use and did not stay */
+	uint64_t on_cpu;                /* (step, layer, expert) that the CPU computed */
+	uint64_t bytes_copied, copy_us; /* host to card */
+	uint64_t chunks_given_back;
+	uint64_t graph_steps; /* steps that ran as one recorded graph */
 };
 
 struct residency_stats {
@@ -72,11 +95,13 @@ struct residency_stats {
 	bool prefetching;
 	int heat_error;          /* -errno of the last try to save the heat */
 	const char *budget_note; /* why the feed moved the budget last; static; NULL: it has not */
+	struct residency_vram vram;
 };
 
 struct residency_layer_info {
-	uint32_t layer, n_experts, n_host;
-	uint64_t block_bytes, hits, misses;
+	uint32_t layer, n_experts, n_host, n_vram;
+	uint64_t block_bytes, hits, misses,
+		vram_hits; /* vram_hits: on top of hits, which are of host memory */
 };
 
 /*
@@ -103,11 +128,35 @@ void residency_step_end(struct residency *r);
 void residency_layer_begin(struct residency *r, uint32_t layer, const uint32_t *experts,
 			   const uint32_t *n_tok, size_t n);
 /* The next experts that are in memory, at most max; those of the call before are done with. 0: all were given. Waits for the disk only
- * when nothing else can be computed. -EIO, -ENODATA: a block cannot be read; the layer is over then. */
-ssize_t residency_layer_next(struct residency *r, struct residency_block *ret, size_t max);
+ * when nothing else can be computed. *ret_on_card: they are where vram_table() of the layer says, for what is launched on the computing
+ * stream from now on; ret has no addresses then. In a batch of at most RESIDENCY_ONCE_ROWS rows all that the card computes comes before the
+ * rest, and is there until the next layer; in larger ones both take turns, and launches for a wave must be made before the next call.
+ * -EIO, -ENODATA: a block cannot be read; -ENODEV: the card is lost; the layer is over then. */
+#define RESIDENCY_ONCE_ROWS 8
+ssize_t residency_layer_next(struct residency *r, struct residency_block *ret, size_t max,
+			     bool *ret_on_card);
 /* Is a guess of the next layer's choice worth computing in this step? Then what the guess is. */
 bool residency_wants_guess(const struct residency *r);
 void residency_guess(struct residency *r, uint32_t layer, const uint32_t *experts, size_t n);
+
+/* The card's slots are a tier from now on; NULL: no more, what was in them is nowhere. v must outlive that. What the trunk has on the card leaves
+ * the host's memory, and comes back when the card goes. -ENOMEM, -EIO. */
+struct residency_card_config {
+	uint64_t slots_bytes;   /* that slots may take at most */
+	uint64_t fixed_bytes;   /* what we have of the card besides */
+	uint64_t trunk_bytes;   /* of those: the trunk's, all but m->embd */
+	uint64_t reserve_bytes; /* left free */
+	uint64_t host_bytes;    /* page-locked memory that goes with it: of the host's budget */
+};
+int residency_set_card(struct residency *r, struct vram *v, const struct residency_card_config *c);
+/* free_bytes: of the card, now. Below the reserve and what leases ask for slots are given back at once, coldest first; what is free beyond is
+ * taken again chunk by chunk. Not in the middle of a layer. -ENODEV. */
+int residency_look_at_card(struct residency *r, uint64_t free_bytes);
+bool residency_on_card(const struct residency *r); /* every block of the model is in a slot */
+/* The choice of a layer of which every block was on the card, told afterwards. */
+void residency_note_layer(struct residency *r, uint32_t layer, const uint32_t *experts,
+			  const uint32_t *n_tok, size_t n);
+void residency_note_graph(struct residency *r); /* the step ran as one recorded graph */
 
 /* Blocks that this heat (of a session; NULL: the model's own) calls for come in behind everything else. */
 void residency_warm(struct residency *r, const uint16_t *heat);
@@ -125,6 +174,6 @@ bool residency_recorded(const struct residency *r, uint32_t *ret_n_layers,
 void residency_get_stats(const struct residency *r, struct residency_stats *ret);
 uint32_t residency_n_layers(const struct residency *r); /* with experts */
 void residency_get_layer(const struct residency *r, uint32_t i, struct residency_layer_info *ret);
-/* Heat and place ('h' host, 'c' coming, '-' disk) of each expert of that layer. */
+/* Heat and place ('v' card, 'h' host, 'c' coming, '-' disk) of each expert of that layer. */
 void residency_get_blocks(const struct residency *r, uint32_t i, uint16_t *ret_heat, char *ret_place);
 const char *residency_tier_to_string(enum residency_tier t); /* "auto", "unmanaged", "mapped", "arena" */

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 #
 # What becomes of kernels/cuda: machine code inside the daemon, where there is an nvcc, and the emulator's library for the tests.
-# Included by the Makefile. Nothing of the daemon uses a GPU yet: machine code is built by `make cuda` (CUDA=yes) alone, and tests run the
-# kernels on the emulator.
+# Included by the Makefile. CUDA=no leaves the machine code out, as does a machine without nvcc: such a daemon computes on the CPU. The code is the
+# same for every variant of the build, and takes a minute: it is built once, in CUDA_OUT.
 
-CUDA ?= no
+CUDA ?= yes
+CUDA_OUT ?= build/cuda
 ifndef NVCC
 NVCC := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc))
 endif
@@ -13,27 +14,27 @@ CXX = $(if $(findstring clang,$(notdir $(CC))),clang++,g++)
 endif
 
 CUDA_SRC := $(wildcard kernels/cuda/*.cu)
-CUDA_CODE := $(if $(filter-out no,$(CUDA)),$(if $(NVCC),$(CUDA_SRC:kernels/cuda/%.cu=$(O)/cuda/%.fatbin)))
+CUDA_CODE := $(if $(filter-out no,$(CUDA)),$(if $(NVCC),$(CUDA_SRC:kernels/cuda/%.cu=$(CUDA_OUT)/%.fatbin)))
 EMU_OBJ := $(patsubst %.c,$(O)/pic/%.o,$(wildcard tests/emu/*.c)) \
 	$(patsubst %.cu,$(O)/pic/%.cu.o,$(CUDA_SRC) tests/emu/test-kernels.cu)
 
 # One file a recipe, all architectures in it: make -j builds several files at once.
-$(O)/cuda/%.fatbin: kernels/cuda/%.cu $(wildcard kernels/cuda/*.cuh) kernels/cuda/args.h kernels/cpu/quant.h kernels/cuda/build
+$(CUDA_OUT)/%.fatbin: kernels/cuda/%.cu $(wildcard kernels/cuda/*.cuh) kernels/cuda/args.h kernels/cpu/quant.h kernels/cuda/build
 	$(say) NVCC $@
 	@mkdir -p $(@D)
 	$(Q)WERROR='$(WERROR)' kernels/cuda/build code $(NVCC) $< $(basename $@)
 
 # Which files, and whether there was an nvcc.
-$(O)/cuda/files: FORCE
+$(CUDA_OUT)/files: FORCE
 	@mkdir -p $(@D)
 	@echo '$(CUDA_CODE)' | cmp -s - $@ || echo '$(CUDA_CODE)' >$@
 
-$(O)/cuda/images.c: $(CUDA_CODE) $(O)/cuda/files kernels/cuda/build
+$(CUDA_OUT)/images.c: $(CUDA_CODE) $(CUDA_OUT)/files kernels/cuda/build
 	$(say) GEN $@$(if $(CUDA_CODE),,' (no code for GPUs$(if $(filter-out no,$(CUDA)),: there is no nvcc))')
 	$(Q)kernels/cuda/build images $(CUDA_CODE:.fatbin=) >$@
 
 # .incbin, which the compiler does not report.
-$(O)/obj/kernels/cuda/images.o: $(O)/cuda/images.c $(CUDA_CODE) $(O)/flags
+$(O)/obj/kernels/cuda/images.o: $(CUDA_OUT)/images.c $(CUDA_CODE) $(O)/flags
 	$(say) CC $@
 	@mkdir -p $(@D)
 	$(Q)$(COMPILE) -fPIE -c -o $@ $<

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # bash completion for residentctl(1)
 
-_residentctl_keys='Allow= Weight= Sessions= QueueMax= TokensPerDay= KvBytesMax= ContextMax= Class= MaxThinkingTokens= Models='
+_residentctl_keys='Allow= Weight= Sessions= QueueMax= TokensPerDay= KvBytesMax= ContextMax= Class= PauseIdle= MaxThinkingTokens= Models='
 
 # The words before the cursor that are no options, up to a "--"; the index of what follows that.
 _residentctl_words()

@@ -10,8 +10,9 @@ _residentd()
 	--model) mapfile -t COMPREPLY < <(compgen -f -X '!*.gguf' -- "$cur"; compgen -d -- "$cur") ;;
 	--socket | --config) mapfile -t COMPREPLY < <(compgen -f -- "$cur") ;;
 	--threads | --context) ;;
+	--vram) mapfile -t COMPREPLY < <(compgen -W 'auto off' -- "$cur") ;;
 	*)
-		mapfile -t COMPREPLY < <(compgen -W '--model --socket --config --threads --context --version --help' -- "$cur")
+		mapfile -t COMPREPLY < <(compgen -W '--model --socket --config --threads --context --vram --version --help' -- "$cur")
 		;;
 	esac
 }

@@ -64,6 +64,17 @@ static void read_model(const struct resident_model *m)
 		total += strlen(m->name) + strlen(m->architecture) + m->context_max;
 }
 
+static void read_gpu(const struct resident_gpu *g)
+{
+	const char *const texts[] = { g ? g->why : NULL, g ? g->name : NULL, g ? g->driver : NULL,
+				      g ? g->capability : NULL, g ? g->code : NULL };
+
+	if (g)
+		total += strlen(g->state) + g->total_bytes;
+	for (size_t i = 0; i < ARRAY_SIZE(texts); i++)
+		total += texts[i] ? strlen(texts[i]) : 0;
+}
+
 static void call(struct resident *r, unsigned int which)
 {
 	struct resident_session session = { .size = sizeof(session) };
@@ -84,6 +95,7 @@ static void call(struct resident *r, unsigned int which)
 		if (resident_get_status(r, &s) == 0) {
 			total += strlen(s->version) + strlen(s->backend) + s->kv_bytes_max;
 			read_model(s->model);
+			read_gpu(s->gpu);
 		}
 		break;
 	case 2:

@@ -24,6 +24,8 @@ static void check_bounds(const struct config *c)
 	assert(c->host_tier == RESIDENCY_AUTO || c->host_tier == RESIDENCY_MAPPED ||
 	       c->host_tier == RESIDENCY_ARENA);
 	assert(c->host_budget_bytes <= INT64_MAX && c->memory_reserve_bytes <= INT64_MAX);
+	assert(c->vram_budget_bytes <= INT64_MAX || c->vram_budget_bytes == CONFIG_VRAM_OFF);
+	assert(c->vram_reserve_bytes <= INT64_MAX);
 	assert(c->host_idle_us >= 1000000);
 	assert(c->evict_policy <= EVICT_S3_FIFO);
 	assert(c->prefetch >= -1 && c->prefetch <= 1);
@@ -90,6 +92,10 @@ static void read_as_values(const uint8_t *data, size_t size)
 	v = 7;
 	r = parse_bytes(text, &v);
 	assert(r == 0 || (v == 7 && (r == -EINVAL || r == -ERANGE)));
+	v = 7;
+	r = parse_vram(text, &v);
+	assert(r == 0 ? v <= INT64_MAX || v == CONFIG_VRAM_OFF
+		      : v == 7 && (r == -EINVAL || r == -ERANGE));
 	v = 7;
 	r = parse_span_us(text, &v);
 	assert(r == 0 || (v == 7 && (r == -EINVAL || r == -ERANGE)));

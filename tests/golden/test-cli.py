@@ -851,7 +851,7 @@ def ctl_status_and_usage(daemon):
         out, err = u.ctl("status")
         lines = dict(re.findall(r"^ *(\w+)  (.*)$", out.decode(), re.M))
         assert list(lines) == ["state", "model", "context", "work", "speed", "memory", "experts", "budget", "total",
-                               "service"], out
+                               "service", "GPU"], out
         assert err == "", err
         assert lines["state"] == "available" and lines["model"].startswith(NAME), lines
         assert str(daemon.pid) in lines["service"], lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A small D-Bus in Python: what the tests of the bus need to be a client, a stand-in for polkit, and a nuisance.
+"""A small D-Bus in Python: what the tests of the bus need to be a client, stand-ins for other services, and a nuisance.
 
 Written from the D-Bus specification alone, so that neither sd-bus nor libdbus is on both sides of a test. Values: a
 variant is a pair (signature, value), a dictionary a dict or a list of pairs, a descriptor an int that the receiver owns.
@@ -326,6 +326,87 @@ class Polkit(threading.Thread):
         with contextlib.suppress(OSError):
             self.bus.send(RETURN, body=((allowed, False, {}),), signature="(bba{ss})", reply_serial=m.serial,
                           destination=m.sender)
+
+    def stop(self):
+        with contextlib.suppress(OSError):
+            self.bus.sock.shutdown(socket.SHUT_RDWR)
+        self.join()
+        self.bus.close()
+
+
+class Logind(threading.Thread):
+    """Stands in for systemd-logind. asked: the arguments of Inhibit; locks: our ends of what was given out."""
+
+    NAME, PATH, MANAGER = "org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager"
+
+    def __init__(self, path, refuses=False):
+        super().__init__(daemon=True)
+        self.bus = Bus(path)
+        self.refuses, self.asked, self.locks = refuses, [], []
+        assert self.bus.driver("RequestName", "su", self.NAME, 4) == 1
+        self.start()
+
+    def run(self):
+        with contextlib.suppress(Left, OSError, ValueError):
+            while True:
+                m = self.bus.receive(3600)
+                if m and m.kind == CALL and m.member == "Inhibit":
+                    self.inhibit(m)
+
+    def inhibit(self, m):
+        self.asked.append(m.body)
+        if self.refuses:
+            self.bus.send(ERROR, body=("not for you",), signature="s", reply_serial=m.serial, destination=m.sender,
+                          error="org.freedesktop.DBus.Error.AccessDenied")
+        else:
+            ours, theirs = os.pipe()
+            self.locks.append(ours)
+            self.bus.send(RETURN, body=(theirs,), signature="h", reply_serial=m.serial, destination=m.sender)
+            os.close(theirs)
+
+    def n_held(self):
+        """How many locks are not closed."""
+        return len(self.locks) - len(select.select(self.locks, [], [], 0)[0])
+
+    def prepare_for_sleep(self, begins):
+        self.bus.send(SIGNAL, body=(begins,), path=self.PATH, interface=self.MANAGER, member="PrepareForSleep", signature="b")
+
+    def stop(self):
+        with contextlib.suppress(OSError):
+            self.bus.sock.shutdown(socket.SHUT_RDWR)
+        self.join()
+        self.bus.close()
+        for fd in self.locks:
+            os.close(fd)
+
+
+class PowerProfiles(threading.Thread):
+    """Stands in for power-profiles-daemon, under the name and path that it is told."""
+
+    def __init__(self, path, name):
+        super().__init__(daemon=True)
+        self.bus = Bus(path)
+        self.name, self.profile = name, "balanced"
+        assert self.bus.driver("RequestName", "su", name, 4) == 1
+        self.start()
+
+    def run(self):
+        with contextlib.suppress(Left, OSError, ValueError):
+            while True:
+                m = self.bus.receive(3600)
+                if not m or m.kind != CALL:
+                    continue
+                reply = {"reply_serial": m.serial, "destination": m.sender}
+                if m.member == "Get" and m.body == (self.name, "ActiveProfile"):
+                    self.bus.send(RETURN, body=(("s", self.profile),), signature="v", **reply)
+                else:  # gdbus asks for introspection first
+                    self.bus.send(ERROR, error="org.freedesktop.DBus.Error.UnknownMethod", **reply)
+
+    def set(self, profile):
+        self.profile = profile
+        self.bus.send(SIGNAL, body=(self.name, {"ActiveProfile": ("s", profile)}, []), signature="sa{sv}as",
+                      path="/" + self.name.replace(".", "/"), interface="org.freedesktop.DBus.Properties",
+                      member="PropertiesChanged")
 
     def stop(self):
         with contextlib.suppress(OSError):

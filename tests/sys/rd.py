@@ -163,9 +163,9 @@ def text_of(frames, channel="answer"):
 
 
 class Daemon:
-    """A private residentd; leaves nothing behind. conf: lines of residentd.conf by section."""
+    """A private residentd; leaves nothing behind. conf: lines of residentd.conf by section; args: more options."""
 
-    def __init__(self, model=MODEL, conf=None, env=None, wait=True, sockets=None, path=None):
+    def __init__(self, model=MODEL, conf=None, env=None, wait=True, sockets=None, path=None, args=()):
         # A short path: a socket's name has 108 bytes.
         self.dir = tempfile.mkdtemp(prefix="rd-", dir="/tmp")
         os.chmod(self.dir, 0o755)
@@ -174,7 +174,7 @@ class Daemon:
         self.log_path = os.path.join(self.dir, "log")
         self.expected_status = 0
         self.write_conf(conf or {})
-        command = [RESIDENTD, "--config", self.conf]
+        command = [RESIDENTD, "--config", self.conf, *args]
         if model:
             command += ["--model", model]
         if sockets is None:

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Control over D-Bus: a private bus with the rules of a system bus and policy/org.residentd1.conf, a stand-in for polkit.
+"""Control over D-Bus: a private bus with the rules of a system bus and policy/org.residentd1.conf, stand-ins for polkit and others.
 
 What of other users is shown, and what is denied to them, needs root here: only root can be several users.
 """
 import contextlib
 import grp
+import json
 import os
 import pwd
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import time
 import xml.etree.ElementTree as ET
 
 import rd
-from dbuswire import INTERACTIVE, Bus, BusError, Polkit
+from dbuswire import INTERACTIVE, SIGNAL, Bus, BusError, Logind, Polkit, PowerProfiles
 from rd import BUILD, MODEL, OURS, ROOT, Client, Daemon, Skip, case, eventually, user
 
 NAME = "org.residentd1"
@@ -30,6 +32,7 @@ DENIED = "org.freedesktop.DBus.Error.AccessDenied"
 PROPERTIES = "org.freedesktop.DBus.Properties"
 OBJECTS = "org.freedesktop.DBus.ObjectManager"
 ACTIONS = [NAME + "." + a for a in ("use", "hold", "yield-gpu", "load-model", "set-policy", "inspect-users")]
+EMULATOR = os.path.join(BUILD, "tests/libcuda-emu.so")
 # Users that every system has: dbus-daemon lets in nobody without a name.
 ALICE, BOB = (pwd.getpwnam(name).pw_uid for name in ("daemon", "bin"))
 
@@ -47,6 +50,9 @@ CONF = """<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuratio
   </policy>
   <policy user="{uid}">
     <allow own="org.freedesktop.PolicyKit1"/><allow send_destination="org.freedesktop.PolicyKit1"/>
+    <allow own="org.freedesktop.login1"/><allow send_destination="org.freedesktop.login1"/>
+    <allow own="net.hadess.PowerProfiles"/><allow send_destination="net.hadess.PowerProfiles"/>
+    <allow own="org.freedesktop.UPower.PowerProfiles"/><allow send_destination="org.freedesktop.UPower.PowerProfiles"/>
   </policy>
   <include>{root}/policy/org.residentd1.conf</include>
   <policy user="{uid}"><allow own="org.residentd1"/><allow send_destination="org.residentd1"/></policy>
@@ -57,7 +63,7 @@ CONF = """<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuratio
 class Machine:
     """A bus, a polkit, a residentd."""
 
-    def __init__(self, polkit=True, model=MODEL, bus=True, conf=None):
+    def __init__(self, polkit=True, model=MODEL, bus=True, conf=None, env=None):
         self.dir = tempfile.mkdtemp(prefix="rdbus-", dir="/tmp")
         os.chmod(self.dir, 0o755)
         self.path = os.path.join(self.dir, "bus")
@@ -72,7 +78,7 @@ class Machine:
         self.daemon = Daemon(model=model, conf=conf, env={
             "DBUS_SYSTEM_BUS_ADDRESS": "unix:path=" + self.path, "STATE_DIRECTORY": self.state,
             "RUNTIME_DIRECTORY": self.runtime, "RESIDENTD_ROOT": os.path.join(self.dir, "root"),
-            "RESIDENTD_MODELS": self.models})
+            "RESIDENTD_MODELS": self.models, **(env or {})})
         if bus:
             self.wait_for_name()
 
@@ -766,6 +772,160 @@ def it_ends_while_polkit_is_silent():
         os.close(fd)
         b.signals("SessionRemoved")
         assert not b.driver("NameHasOwner", "s", NAME), path
+
+
+@contextlib.contextmanager
+def logind(m, **kw):
+    stand_in = Logind(m.path, **kw)
+    try:
+        yield stand_in
+    finally:
+        stand_in.stop()
+
+
+class CardMachine(Machine):
+    """... whose GPU is the emulator."""
+
+    def __init__(self, **kw):
+        if not os.path.exists(EMULATOR):
+            raise Skip("the emulator of the GPU was not built")
+        super().__init__(env={"RESIDENTD_CUDA_LIBRARY": EMULATOR}, **kw)
+
+    def __enter__(self):
+        if self.card() == "none":
+            said = json.dumps(self.daemon.status().get("gpu"))
+            self.__exit__(None)
+            raise Skip("the emulated GPU is not used: " + said)
+        return self
+
+    def card(self):
+        return self.daemon.status().get("gpu", {"state": "none"})["state"]
+
+
+@case
+def without_a_card_no_sleep_is_delayed():
+    with Machine(conf={"Log": {"Level": "debug"}}) as m:
+        def heard():
+            return m.log().count("the machine is about to sleep")
+        with logind(m) as l:
+            eventually("it hears of sleep", lambda: l.prepare_for_sleep(True) or heard())
+            l.prepare_for_sleep(False)
+            m.daemon.check_alive()
+            assert not l.asked, l.asked
+        with logind(m) as l:
+            n = heard()
+            eventually("it hears of sleep from the next logind", lambda: l.prepare_for_sleep(True) or heard() > n)
+        m.stop_bus()
+        m.start_bus(polkit=True)
+        m.wait_for_name()
+        with logind(m) as l:
+            n = heard()
+            eventually("it hears of sleep on the next bus", lambda: l.prepare_for_sleep(True) or heard() > n)
+            assert not l.asked, l.asked
+        m.daemon.check_alive()
+
+
+@case
+def only_logind_says_that_the_machine_sleeps():
+    need_root()
+    with Machine(conf={"Log": {"Level": "debug"}}) as m, m.client(ALICE) as b, logind(m) as l:
+        service = b.driver("GetNameOwner", "s", NAME)
+        for destination in (service, NAME, None):
+            b.send(SIGNAL, body=(True,), path=l.PATH, interface=l.MANAGER, member="PrepareForSleep", signature="b",
+                   destination=destination)
+        # Behind them on the same connection: what they did is done.
+        assert b.get("State") == "available"
+        assert "about to sleep" not in m.log(), m.log()
+        eventually("logind is heard", lambda: l.prepare_for_sleep(True) or "about to sleep" in m.log())
+
+
+@case
+def a_card_is_given_up_before_sleep():
+    with CardMachine() as m:
+        assert m.card() == "active"
+        with logind(m) as l:
+            eventually("sleep waits for us", lambda: l.n_held() == 1)
+            assert l.asked[0][:2] == ("sleep", "residentd") and l.asked[0][3] == "delay", l.asked
+            for i in range(2, 5):
+                l.prepare_for_sleep(True)
+                eventually("sleep may begin", lambda: l.n_held() == 0)
+                assert m.card() == "degraded"
+                m.daemon.check_alive()
+                l.prepare_for_sleep(False)
+                eventually("the next sleep waits for us again", lambda n=i: l.n_held() == 1 and len(l.asked) == n)
+                eventually("the card is used again", lambda: m.card() == "active")
+                m.daemon.check_alive()
+            # Somebody changes his mind.
+            for begins in (True, False, True, False, True):
+                l.prepare_for_sleep(begins)
+            eventually("sleep may begin", lambda: l.n_held() == 0)
+            assert m.card() == "degraded"
+        # Nobody is left who would say that it is over.
+        eventually("the card is used again", lambda: m.card() == "active")
+        with logind(m, refuses=True) as l:
+            eventually("logind was asked", lambda: l.asked)
+            l.prepare_for_sleep(True)
+            eventually("the card is given up all the same", lambda: m.card() == "degraded")
+            m.stop_bus()
+        eventually("without a bus the card is used again", lambda: m.card() == "active")
+        m.start_bus(polkit=True)
+        with logind(m) as l:
+            m.wait_for_name()
+            eventually("the next sleep waits for us", lambda: l.n_held() == 1)
+            m.daemon.check_alive()
+        assert "GPU: used again" in m.log() and "emulator" in m.log(), m.log()
+
+
+@case
+def a_lease_takes_experts_off_the_card():
+    with CardMachine() as m, m.client() as b:
+        def slots():
+            return m.daemon.call("GetResidency")["vram"]["slot_bytes"]
+
+        def fixed():
+            return m.daemon.call("GetResidency")["vram"]["fixed_bytes"]
+        before, trunk = eventually("experts are on the card", lambda: m.daemon.check_alive() or slots()), fixed()
+        lease = b.manager("YieldGpu", "ssa{sv}", "game", "", {})
+        eventually("all slots are left to others", lambda: slots() == 0, 3 if not rd.sanitized() else rd.WAIT)
+        assert fixed() == trunk and m.card() == "active"
+        m.daemon.check_alive()
+        os.close(lease)
+        eventually("they are taken again", lambda: m.daemon.check_alive() or slots() == before)
+
+
+@case
+def idle_work_waits_on_power_saver():
+    """The example, on both names of power-profiles-daemon, before it is there, and when it goes."""
+    if not shutil.which("gdbus"):
+        raise Skip("gdbus is not installed")
+    with Machine() as m, contextlib.ExitStack() as stack:
+        def shown(value):
+            return b.manager("GetUserLimits", "s", "root")["PauseIdle"][0] == value
+        b = stack.enter_context(m.client())
+        script = os.path.join(ROOT, "policy/examples/residentd-power-profile")
+        env = dict(os.environ, DBUS_SYSTEM_BUS_ADDRESS="unix:path=" + m.path, RESIDENTD_PID=str(m.daemon.pid),
+                   RESIDENTD_POLICY=os.path.join(m.runtime, "policy.d"))
+        watcher = subprocess.Popen([script], env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        stack.callback(watcher.wait)
+        stack.callback(os.killpg, watcher.pid, signal.SIGTERM)
+        for name in ("net.hadess.PowerProfiles", "org.freedesktop.UPower.PowerProfiles"):
+            profiles = PowerProfiles(m.path, name)
+            try:
+                profiles.set("performance")
+                # Set again until it is seen: the watcher may not have begun.
+                eventually("idle ones wait", lambda p=profiles: p.set("power-saver") or time.sleep(0.2) or shown("yes"))
+                assert watcher.poll() is None
+                profiles.set("balanced")
+                eventually("they do not any more", lambda: shown("no"))
+                profiles.set("power-saver")
+                eventually("they wait again", lambda: shown("yes"))
+            finally:
+                profiles.stop()
+            eventually("without the daemon they do not wait", lambda: shown("no"))
+        with open(os.path.join(env["RESIDENTD_POLICY"], "60-power-saver.conf"), "w", encoding="ascii") as f:
+            f.write("[Default]\nPauseIdle=yes\n")
+        subprocess.run([script, "off"], env=env, check=True)
+        assert not os.listdir(env["RESIDENTD_POLICY"])
 
 
 if __name__ == "__main__":

@@ -272,6 +272,43 @@ def users_share_the_time():
 
 
 @case
+def idle_ones_wait_while_they_are_paused():
+    idle = "[Default]\nClass=idle\n"
+    with Ruled(idle + "[User 65534]\nClass=normal\n") as r, contextlib.ExitStack() as stack:
+        running = stack.enter_context(r.daemon.client())
+        frames = running.stream("Complete", {"prompt": "Once", "options": slow(300)})
+        next(frames)
+        r.rules(idle + "PauseIdle=yes\n[User 65534]\nClass=normal\n")
+        waiting = [stack.enter_context(r.daemon.client()) for _ in range(3)]
+        for c in waiting:
+            c.send("Chat", QUESTION)
+        # Gone for good, and nobody misses it.
+        waiting.pop().close()
+        assert list(frames)[-1]["stop_reason"] == "length", "what ran comes to its end"
+        with r.daemon.client() as c:
+            assert c.call("Tokenize", {"text": "a"})["tokens"]
+            with as_user(r.daemon.socket, 65534) as other:
+                assert other.call("Chat", QUESTION)["text"] == "17 x 23 = 391."
+            # Another reason to look again, and no other policy.
+            r.rules(idle + "PauseIdle=yes\nWeight=7\n")
+            assert r.daemon.status()["running"] + r.daemon.status()["queued"] == 0
+            assert r.daemon.status()["requests_total"] == 2
+        r.rules(idle)
+        for c in waiting:
+            assert c.reply()[0]["text"] == "17 x 23 = 391."
+    # The end does not wait for them.
+    with Ruled(idle + "PauseIdle=yes\n") as r, r.daemon.client() as c:
+        c.send("Chat", QUESTION)
+        assert r.daemon.status()["queued"] == 0
+        assert r.daemon.stop() < 4
+        try:
+            c.reply()
+            raise AssertionError("it was answered")
+        except Error as e:
+            assert e.name == OURS + "Stopping", e
+
+
+@case
 def what_is_wanted():
     files = {"usr/lib/residentd/models.d/10.conf": "[code]\nModels=*Coder*\n[chat]\nModels=Tiny*\n"}
     with Ruled("[Default]\n", files=files) as r:

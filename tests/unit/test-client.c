@@ -230,11 +230,17 @@ static void availability(void **state)
 	"\"prefill_tokens_per_second\":12.5,\"decode_tokens_per_second\":3,\"rss_bytes\":1,"       \
 	"\"rss_anon_bytes\":2,\"rss_file_bytes\":3,\"kv_bytes_used\":4"
 
+#define GPU                                                                                          \
+	"{\"state\":\"degraded\",\"state_s\":9,\"why\":\"lost\",\"name\":\"card\",\"code\":\"ptx\"," \
+	"\"driver\":\"12.2\",\"capability\":\"8.6\",\"emulator\":true,\"total_bytes\":10,\"lost\":11}"
+
 static void status(void **state)
 {
 	struct play p;
 	struct resident *r =
 		begin(&p, PLAY("?GetStatus", ">{\"parameters\":{" STATUS ",\"kv_bytes_max\":5}}",
+			       "?GetStatus",
+			       ">{\"parameters\":{" STATUS ",\"kv_bytes_max\":5,\"gpu\":" GPU "}}",
 			       "?GetStatus", ">{\"parameters\":{" STATUS "}}"));
 	const struct resident_status *s;
 
@@ -244,6 +250,18 @@ static void status(void **state)
 	assert_int_equal(s->pid, 42);
 	assert_true(s->prefill_tokens_per_second > 12.4 && s->prefill_tokens_per_second < 12.6);
 	assert_true(s->decode_tokens_per_second > 2.9 && s->kv_bytes_max == 5);
+	assert_null(s->gpu);
+	assert_int_equal(resident_get_status(r, &s), 0);
+	assert_string_equal(s->gpu->state, "degraded");
+	assert_string_equal(s->gpu->why, "lost");
+	assert_string_equal(s->gpu->name, "card");
+	assert_string_equal(s->gpu->code, "ptx");
+	assert_string_equal(s->gpu->driver, "12.2");
+	assert_string_equal(s->gpu->capability, "8.6");
+	assert_true(s->gpu->emulator);
+	assert_int_equal(s->gpu->state_s, 9);
+	assert_int_equal(s->gpu->total_bytes, 10);
+	assert_int_equal(s->gpu->lost, 11);
 	/* A field that was promised is missing. */
 	assert_int_equal(resident_get_status(r, &s), -EPROTO);
 	assert_non_null(strstr(resident_last_error(r)->message, "kv_bytes_max"));

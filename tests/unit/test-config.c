@@ -103,6 +103,8 @@ static void assert_defaults(const struct config *c)
 	assert_int_equal(c->host_tier, d.host_tier);
 	assert_int_equal(c->host_budget_bytes, d.host_budget_bytes);
 	assert_int_equal(c->memory_reserve_bytes, d.memory_reserve_bytes);
+	assert_int_equal(c->vram_budget_bytes, d.vram_budget_bytes);
+	assert_int_equal(c->vram_reserve_bytes, d.vram_reserve_bytes);
 	assert_int_equal(c->host_idle_us, d.host_idle_us);
 	assert_int_equal(c->evict_policy, d.evict_policy);
 	assert_int_equal(c->prefetch, d.prefetch);
@@ -131,6 +133,8 @@ static void spoil(struct config *c)
 			      .host_tier = RESIDENCY_ARENA,
 			      .host_budget_bytes = 99,
 			      .memory_reserve_bytes = 99,
+			      .vram_budget_bytes = 99,
+			      .vram_reserve_bytes = 99,
 			      .host_idle_us = 99,
 			      .evict_policy = EVICT_LRU,
 			      .prefetch = 1,
@@ -209,6 +213,32 @@ static void sizes(void **state)
 	assert_int_equal(v, 7);
 }
 
+static void vram_budgets(void **state)
+{
+	static const char *const bad[] = { "",   "Auto",     "OFF", "on",  "none",
+					   "-1", "infinity", "8 G", "1.5", "autooff" };
+	static const char *const out_of_range[] = { "0", "0G", "9223372036854775808", "8388608T",
+						    "16777216T" };
+	uint64_t v = 7;
+
+	(void)state;
+	assert_int_equal(parse_vram("auto", &v), 0);
+	assert_int_equal(v, 0);
+	assert_int_equal(parse_vram("off", &v), 0);
+	assert_true(v == CONFIG_VRAM_OFF);
+	assert_int_equal(parse_vram("9223372036854775807", &v), 0);
+	assert_int_equal(v, INT64_MAX);
+	assert_int_equal(parse_vram("64M", &v), 0);
+	assert_int_equal(v, 64 << 20);
+	for (size_t i = 0; i < ARRAY_SIZE(bad); i++)
+		if (parse_vram(bad[i], &v) != -EINVAL)
+			fail_msg("\"%s\"", bad[i]);
+	for (size_t i = 0; i < ARRAY_SIZE(out_of_range); i++)
+		if (parse_vram(out_of_range[i], &v) != -ERANGE)
+			fail_msg("\"%s\"", out_of_range[i]);
+	assert_int_equal(v, 64 << 20);
+}
+
 static void spans(void **state)
 {
 	static const struct {
@@ -270,7 +300,7 @@ static void every_key_is_read(void **state)
 		read_text(&c, "# a comment\n; another\n\n"
 			      "[Model]\nPath = /m/a b.gguf \nContext=8192\n"
 			      "[Engine]\nThreads=6\nBatchTokens=4096\nKvBytesMax=1.5G\nKvType=f16\n"
-			      "[Memory]\nHostTier=mapped\nHostBudget=8G\nMemoryReserve=512M\nHostIdleSec=30s\n"
+			      "[Memory]\nHostTier=mapped\nHostBudget=8G\nMemoryReserve=512M\nVramBudget=6G\nVramReserve=0\nHostIdleSec=30s\n"
 			      "EvictionPolicy=s3-fifo\nPrefetch=off\nDiskQueueDepth=4\n"
 			      "[Service]\r\nQueueMax=1\r\n\tSessionsMax\t=\t65536\t\nSessionsPerUser=3\n"
 			      "ConnectionsMax=4\nKeepSec=1d 2h\nIdleExitSec=1s\nMessageMax=64K\nMaxTokens=5\n"
@@ -285,6 +315,8 @@ static void every_key_is_read(void **state)
 	assert_int_equal(c.host_tier, RESIDENCY_MAPPED);
 	assert_int_equal(c.host_budget_bytes, UINT64_C(8) << 30);
 	assert_int_equal(c.memory_reserve_bytes, 512 << 20);
+	assert_int_equal(c.vram_budget_bytes, UINT64_C(6) << 30);
+	assert_int_equal(c.vram_reserve_bytes, 0);
 	assert_int_equal(c.host_idle_us, 30000000);
 	assert_int_equal(c.evict_policy, EVICT_S3_FIFO);
 	assert_int_equal(c.prefetch, 0);
@@ -311,13 +343,14 @@ static void words_for_values(void **state)
 	(void)state;
 	spoil(&c);
 	assert_string_equal(read_text(&c, "[Model]\nContext=auto\n[Engine]\nThreads=auto\nKvBytesMax=auto\n"
-					  "KvType=auto\n[Service]\nMaxThinkingTokens=infinity\nKeepSec=infinity\n"
+					  "KvType=auto\n[Memory]\nVramBudget=off\n[Service]\nMaxThinkingTokens=infinity\nKeepSec=infinity\n"
 					  "[Log]\nLevel=error\n"),
 			    "");
 	assert_int_equal(c.context, 0);
 	assert_int_equal(c.threads, 0);
 	assert_int_equal(c.kv_bytes_max, 0);
 	assert_int_equal(c.kv_type, CONFIG_KV_AUTO);
+	assert_true(c.vram_budget_bytes == CONFIG_VRAM_OFF);
 	assert_true(c.max_thinking_tokens == -1);
 	assert_true(c.keep_us == UINT64_MAX);
 	assert_int_equal(c.log_level, LOG_ERR);
@@ -337,7 +370,7 @@ static void empty_value_is_the_default(void **state)
 	spoil(&c);
 	assert_string_equal(
 		read_text(&c, "[Model]\nPath=\nContext=\n[Engine]\nThreads=\nBatchTokens=\nKvBytesMax= \n"
-			      "KvType=\n[Memory]\nHostTier=\nHostBudget=\nMemoryReserve=\nHostIdleSec=\nEvictionPolicy=\nPrefetch=\n"
+			      "KvType=\n[Memory]\nHostTier=\nHostBudget=\nMemoryReserve=\nVramBudget=\nVramReserve=\nHostIdleSec=\nEvictionPolicy=\nPrefetch=\n"
 			      "DiskQueueDepth=\n[Service]\nQueueMax=\nSessionsMax=\nSessionsPerUser=\n"
 			      "ConnectionsMax=\nKeepSec=\nIdleExitSec=\nMessageMax=\nMaxTokens=\nMaxThinkingTokens=\n"
 			      "[Log]\nLevel=\n"),
@@ -361,6 +394,8 @@ static void bad_values_change_nothing(void **state)
 		{ "Memory", "HostTier", { "vram", "unmanaged", "Arena", "1" } },
 		{ "Memory", "HostBudget", { "-1", "9223372036854775808", "16777216T", "1.5", "1Q", "infinity" } },
 		{ "Memory", "MemoryReserve", { "-1G", "10%", "99999999999999999999" } },
+		{ "Memory", "VramBudget", { "-1", "0", "9223372036854775808", "16777216T", "1.5", "none", "Off", "infinity" } },
+		{ "Memory", "VramReserve", { "-1", "auto", "off", "10%", "9223372036854775808" } },
 		{ "Memory", "HostIdleSec", { "-1", "0", "999ms", "never" } },
 		{ "Memory", "EvictionPolicy", { "belady", "LRU", "clock" } },
 		{ "Memory", "Prefetch", { "yes", "1", "2" } },
@@ -406,7 +441,7 @@ static void warnings_say_what_fits(void **state)
 	config_defaults(&c);
 	assert_string_equal(
 		read_text(&c, "[Engine]\nThreads=x\nBatchTokens=x\nKvBytesMax=x\nKvType=x\n"
-			      "[Service]\nKeepSec=x\nMessageMax=x\nMaxThinkingTokens=x\n"),
+			      "[Service]\nKeepSec=x\nMessageMax=x\nMaxThinkingTokens=x\n[Memory]\nVramBudget=x\nVramReserve=x\n"),
 		"f:2: Threads=x: expected auto or a number from 1 to 256, ignoring\n"
 		"f:3: BatchTokens=x: expected auto or a number from 1 to 4096, ignoring\n"
 		"f:4: KvBytesMax=x: expected auto or a size (64K, 4M, 1.5G) from 1 to 9223372036854775807 "
@@ -414,7 +449,11 @@ static void warnings_say_what_fits(void **state)
 		"f:5: KvType=x: expected auto, f16 or f32, ignoring\n"
 		"f:7: KeepSec=x: expected a time span (90s, 1h 30min, infinity), ignoring\n"
 		"f:8: MessageMax=x: expected a size (64K, 4M, 1.5G) from 65536 to 67108864 bytes, ignoring\n"
-		"f:9: MaxThinkingTokens=x: expected infinity or a number from 0 to 16777216, ignoring\n");
+		"f:9: MaxThinkingTokens=x: expected infinity or a number from 0 to 16777216, ignoring\n"
+		"f:11: VramBudget=x: expected auto, off or a size (64K, 4M, 1.5G) from 1 to 9223372036854775807 "
+		"bytes, ignoring\n"
+		"f:12: VramReserve=x: expected a size (64K, 4M, 1.5G) from 0 to 9223372036854775807 bytes, "
+		"ignoring\n");
 	assert_defaults(&c);
 }
 
@@ -667,7 +706,7 @@ static void shipped_file_shows_the_defaults(void **state)
 			buf_printf(&text, "%s", line);
 		}
 	}
-	assert_int_equal(n_keys, 23);
+	assert_int_equal(n_keys, 25);
 	assert_int_equal(n_empty, 1); /* Path= */
 	spoil(&c);
 	assert_string_equal(read_text(&c, text.data), "");
@@ -679,6 +718,7 @@ int main(void)
 	static const struct CMUnitTest tests[] = {
 		cmocka_unit_test(numbers),
 		cmocka_unit_test(sizes),
+		cmocka_unit_test(vram_budgets),
 		cmocka_unit_test(spans),
 		cmocka_unit_test(every_key_is_read),
 		cmocka_unit_test(words_for_values),

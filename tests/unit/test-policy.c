@@ -201,7 +201,7 @@ static void every_key_is_read(void **state)
 
 	(void)state;
 	p = policy_of("[Default]\nAllow=no\nWeight=1\nSessions=0\nQueueMax=65536\nTokensPerDay=200k\n"
-		      "KvBytesMax=1.5G\nContextMax=16\nClass=idle\nMaxThinkingTokens=0\nModels=a* b\n",
+		      "KvBytesMax=1.5G\nContextMax=16\nClass=idle\nPauseIdle=yes\nMaxThinkingTokens=0\nModels=a* b\n",
 		      "");
 	l = limits_of(p, 1, 1, NULL);
 	assert_false(l.allow);
@@ -212,6 +212,7 @@ static void every_key_is_read(void **state)
 	assert_int_equal(l.kv_bytes_max, 1610612736);
 	assert_int_equal(l.context_max, 16);
 	assert_int_equal(l.class, POLICY_IDLE);
+	assert_true(l.pause_idle);
 	assert_int_equal(l.max_thinking_tokens, 0);
 	assert_string_equal(l.models, "a* b");
 	for (enum policy_key k = 0; k < POLICY_KEY_MAX; k++) {
@@ -252,6 +253,7 @@ static void good_values(void **state)
 		{ POLICY_CONTEXT_MAX, "infinity", "infinity" }, { POLICY_CONTEXT_MAX, "", "infinity" },
 		{ POLICY_CLASS, "idle", "idle" }, { POLICY_CLASS, "normal", "normal" },
 		{ POLICY_CLASS, "interactive", "interactive" }, { POLICY_CLASS, "", "normal" },
+		{ POLICY_PAUSE_IDLE, "yes", "yes" }, { POLICY_PAUSE_IDLE, "no", "no" }, { POLICY_PAUSE_IDLE, "", "no" },
 		{ POLICY_MAX_THINKING_TOKENS, "0", "0" }, { POLICY_MAX_THINKING_TOKENS, "16777216", "16777216" },
 		{ POLICY_MAX_THINKING_TOKENS, "infinity", "infinity" }, { POLICY_MAX_THINKING_TOKENS, "", "infinity" },
 		{ POLICY_MODELS, "a", "a" }, { POLICY_MODELS, "qwen*  [a-c]?.gguf\tx", "qwen*  [a-c]?.gguf\tx" },
@@ -269,9 +271,9 @@ static void good_values(void **state)
 		/* over another value, so that an empty one shows too */
 		snprintf(text, sizeof(text),
 			 "[Default]\nAllow=no\nWeight=7\nSessions=7\nQueueMax=7\nTokensPerDay=7\n"
-			 "KvBytesMax=7\nContextMax=77\nClass=idle\nMaxThinkingTokens=7\nModels=7\n%s=%s\n",
+			 "KvBytesMax=7\nContextMax=77\nClass=idle\nPauseIdle=yes\nMaxThinkingTokens=7\nModels=7\n%s=%s\n",
 			 name, cases[i].value);
-		snprintf(expected, sizeof(expected), "%s=%s f.conf:12", name, cases[i].printed);
+		snprintf(expected, sizeof(expected), "%s=%s f.conf:13", name, cases[i].printed);
 		p = policy_of(text, "");
 		l = limits_of(p, 1, 1, NULL);
 		assert_string_equal(shown(&l, cases[i].key), expected);
@@ -305,6 +307,7 @@ static void bad_values_change_nothing(void **state)
 		  { "-1", "0", "15", "16777217", "4294967295", "4294967312", "18446744073709551615", "99999999999999999999", "8K", "auto" } },
 		{ POLICY_CLASS, "idle", "idle, normal or interactive",
 		  { "Idle", "0", "batch", "idle normal", "infinity" } },
+		{ POLICY_PAUSE_IDLE, "yes", "yes or no", { "2", "on", "idle", "infinity" } },
 		{ POLICY_MAX_THINKING_TOKENS, "7", "a number from 0 to 16777216 or infinity",
 		  { "-1", "16777217", "18446744073709551615", "99999999999999999999", "1k", "off", "auto" } },
 		{ POLICY_MODELS, "7", "patterns of model names, on one line", { "a\x01", "a\x1b[2J", "a\rb" } },

@@ -18,7 +18,7 @@
 #include <sys/stat.h>
 
 /* Every number is another one, so that none is taken for its neighbour. */
-#define HEAD                                                                                         \
+#define HEAD_BEGIN                                                                                   \
 	"{\"model\":\"m\",\"tier\":\"arena\",\"tier_reason\":\"too large\",\"method\":\"io_uring\"," \
 	"\"policy\":\"clock-lfu\",\"feed\":\"cachestat\",\"feed_reason\":\"no tracer\","             \
 	"\"budget\":{\"max\":2400000000,\"configured\":2500000000,\"floor\":800000000,"              \
@@ -28,17 +28,31 @@
 	"\"bypassed\":5,\"evicted\":6,\"steps\":7,\"decode_tokens\":8,\"stall_us\":96,"              \
 	"\"bytes_read\":4400,\"blocks_read\":11,\"read_us\":1100,\"read_errors\":13,"                \
 	"\"left_pages\":14,\"compute_major_faults\":15,\"kernel_took\":16,\"doubled\":17,"           \
-	"\"prefetching\":true},\"pressure\":{\"some_avg10\":2.5,\"available\":5100000000,"           \
-	"\"steps_down\":18,\"steps_up\":19},\"fault_histogram\":[0,0,5,1,0,2],"                      \
-	"\"decode_tokens_per_second\":12.5,\"prefill_tokens_per_second\":210.0,\"running\":20,"      \
+	"\"prefetching\":true},"
+#define VRAM                                                                                           \
+	"\"vram\":{\"budget_bytes\":6200000000,\"fixed_bytes\":1900000000,\"trunk_bytes\":1500000000," \
+	"\"slot_bytes\":3200000000,\"block_bytes\":3100000000,\"reserve_bytes\":540000000,"            \
+	"\"free_bytes\":900000000,\"overlap_bytes\":25,\"n_blocks\":26,\"hits\":27,\"promoted\":28,"   \
+	"\"demoted\":29,\"copied_back\":30,\"staged\":31,\"on_cpu\":32,\"bytes_copied\":33000,"        \
+	"\"copy_us\":3000,\"chunks_given_back\":35,\"graph_steps\":36},"
+#define HEAD_END                                                                                \
+	"\"pressure\":{\"some_avg10\":2.5,\"available\":5100000000,"                            \
+	"\"steps_down\":18,\"steps_up\":19},\"fault_histogram\":[0,0,5,1,0,2],"                 \
+	"\"decode_tokens_per_second\":12.5,\"prefill_tokens_per_second\":210.0,\"running\":20," \
 	"\"queued\":21,\"layers\":["
-#define LAYER_0                                                                             \
-	"{\"layer\":3,\"experts\":4,\"block_bytes\":400,\"host\":2,\"vram\":1,\"hits\":30," \
-	"\"misses\":10"
-#define LAYER_1                                                                            \
-	"{\"layer\":4,\"experts\":2,\"block_bytes\":400,\"host\":1,\"vram\":0,\"hits\":0," \
-	"\"misses\":1"
+#define HEAD HEAD_BEGIN VRAM HEAD_END
+#define LAYER_0                                                                                    \
+	"{\"layer\":3,\"experts\":4,\"block_bytes\":400,\"host\":1,\"vram\":1,\"vram_hits\":2900," \
+	"\"hits\":30,\"misses\":10"
+#define LAYER_1                                                                                   \
+	"{\"layer\":4,\"experts\":2,\"block_bytes\":400,\"host\":1,\"vram\":0,\"vram_hits\":100," \
+	"\"hits\":0,\"misses\":1"
 #define REPLY HEAD LAYER_0 "}," LAYER_1 "}]}"
+/* Without a GPU. */
+#define REPLY_HOST                                                                                      \
+	HEAD_BEGIN HEAD_END                                                                             \
+		"{\"layer\":3,\"experts\":4,\"block_bytes\":400,\"host\":2,\"vram\":0,\"vram_hits\":0," \
+		"\"hits\":30,\"misses\":10}]}"
 #define REPLY_BLOCKS                                                          \
 	HEAD LAYER_0 ",\"heat\":[0,1,255,65535],\"place\":\"-chv\"}," LAYER_1 \
 		     ",\"heat\":[7,7],\"place\":\"h-\"}]}"
@@ -124,6 +138,27 @@ static void read_all(void **state)
 	assert_int_equal(v.counters.kernel_took, 16);
 	assert_int_equal(v.counters.doubled, 17);
 	assert_true(v.counters.prefetching);
+	assert_true(v.has_vram);
+	assert_int_equal(v.vram.budget_bytes, 6200000000);
+	assert_int_equal(v.vram.fixed_bytes, 1900000000);
+	assert_int_equal(v.vram.trunk_bytes, 1500000000);
+	assert_int_equal(v.vram.slot_bytes, 3200000000);
+	assert_int_equal(v.vram.block_bytes, 3100000000);
+	assert_int_equal(v.vram.reserve_bytes, 540000000);
+	assert_int_equal(v.vram.free_bytes, 900000000);
+	assert_int_equal(v.vram.overlap_bytes, 25);
+	assert_int_equal(v.vram.n_blocks, 26);
+	assert_int_equal(v.vram.hits, 27);
+	assert_int_equal(v.vram.promoted, 28);
+	assert_int_equal(v.vram.demoted, 29);
+	assert_int_equal(v.vram.copied_back, 30);
+	assert_int_equal(v.vram.staged, 31);
+	assert_int_equal(v.vram.on_cpu, 32);
+	assert_int_equal(v.vram.bytes_copied, 33000);
+	assert_int_equal(v.vram.copy_us, 3000);
+	assert_int_equal(v.vram.chunks_given_back, 35);
+	assert_int_equal(v.vram.graph_steps, 36);
+	assert_int_equal(v.vram_hits, 3000);
 	assert_true(v.pressure.some_avg10 > 2.49 && v.pressure.some_avg10 < 2.51);
 	assert_int_equal(v.pressure.available, 5100000000);
 	assert_int_equal(v.pressure.steps_down, 18);
@@ -138,8 +173,9 @@ static void read_all(void **state)
 	assert_int_equal(v.layers[0].layer, 3);
 	assert_int_equal(v.layers[0].n_experts, 4);
 	assert_int_equal(v.layers[0].block_bytes, 400);
-	assert_int_equal(v.layers[0].n_host, 2);
+	assert_int_equal(v.layers[0].n_host, 1);
 	assert_int_equal(v.layers[0].n_vram, 1);
+	assert_int_equal(v.layers[0].vram_hits, 2900);
 	assert_int_equal(v.layers[0].hits, 30);
 	assert_int_equal(v.layers[0].misses, 10);
 	assert_int_equal(v.layers[0].heat[3], 65535);
@@ -162,6 +198,29 @@ static void read_without_blocks(void **state)
 	assert_null(v.model);
 	assert_null(v.feed_reason);
 	assert_int_equal(v.n_layers, 0);
+	assert_false(v.has_vram);
+	residency_view_done(&v);
+	read_reply(REPLY_HOST, &v);
+	assert_false(v.has_vram);
+	assert_int_equal(v.vram_hits, 0);
+	assert_int_equal(residency_view_hits(&v), 800);
+	residency_view_done(&v);
+}
+
+/* Sums that no service ever had do not wrap. */
+static void read_huge_hits(void **state)
+{
+	json_auto_t *o = parse(REPLY);
+	json_t *layers = json_object_get(o, "layers");
+	struct residency_view v;
+	struct args a;
+
+	(void)state;
+	for (size_t i = 0; i < 2; i++)
+		json_object_set_new(json_array_get(layers, i), "vram_hits", json_integer(INT64_MAX));
+	assert_int_equal(residency_view_read(&a, o, &v), 0);
+	assert_int_equal(v.vram_hits, INT64_MAX);
+	assert_true(residency_view_vram_percent(&v) > 99.9 && residency_view_vram_percent(&v) <= 100);
 	residency_view_done(&v);
 }
 
@@ -200,7 +259,7 @@ static void refuse_fields(const char *path, size_t index)
 	json_object_foreach(in, key, v) {
 		json_auto_t *o = json_deep_copy(whole);
 		json_t *at = path ? json_object_get(o, path) : o;
-		bool may_lack = false;
+		bool may_lack = !path && streq(key, "vram");
 
 		if (json_is_array(at))
 			at = json_array_get(at, index);
@@ -223,6 +282,7 @@ static void refuse_every_field(void **state)
 	refuse_fields(NULL, 0);
 	refuse_fields("budget", 0);
 	refuse_fields("counters", 0);
+	refuse_fields("vram", 0);
 	refuse_fields("pressure", 0);
 	refuse_fields("layers", 0);
 	refuse_fields("layers", 1);
@@ -234,20 +294,20 @@ static void refuse_values(void **state)
 		const char *text, *key;
 	} cases[] = {
 		{ HEAD "1]}", "layers" },
-		{ HEAD "{\"layer\":4097,\"experts\":1,\"block_bytes\":1,\"host\":0,\"vram\":0,\"hits\":0,"
-		       "\"misses\":0}]}",
+		{ HEAD "{\"layer\":4097,\"experts\":1,\"block_bytes\":1,\"host\":0,\"vram\":0,\"vram_hits\":0,"
+		       "\"hits\":0,\"misses\":0}]}",
 		  "layer" },
-		{ HEAD "{\"layer\":0,\"experts\":65537,\"block_bytes\":1,\"host\":0,\"vram\":0,\"hits\":0,"
-		       "\"misses\":0}]}",
+		{ HEAD "{\"layer\":0,\"experts\":65537,\"block_bytes\":1,\"host\":0,\"vram\":0,\"vram_hits\":0,"
+		       "\"hits\":0,\"misses\":0}]}",
 		  "experts" },
-		{ HEAD "{\"layer\":0,\"experts\":4,\"block_bytes\":-1,\"host\":0,\"vram\":0,\"hits\":0,"
-		       "\"misses\":0}]}",
+		{ HEAD "{\"layer\":0,\"experts\":4,\"block_bytes\":-1,\"host\":0,\"vram\":0,\"vram_hits\":0,"
+		       "\"hits\":0,\"misses\":0}]}",
 		  "block_bytes" },
-		{ HEAD "{\"layer\":0,\"experts\":4,\"block_bytes\":1,\"host\":5,\"vram\":0,\"hits\":0,"
-		       "\"misses\":0}]}",
+		{ HEAD "{\"layer\":0,\"experts\":4,\"block_bytes\":1,\"host\":5,\"vram\":0,\"vram_hits\":0,"
+		       "\"hits\":0,\"misses\":0}]}",
 		  "host" },
-		{ HEAD "{\"layer\":0,\"experts\":4,\"block_bytes\":1,\"host\":0,\"vram\":5,\"hits\":0,"
-		       "\"misses\":0}]}",
+		{ HEAD "{\"layer\":0,\"experts\":4,\"block_bytes\":1,\"host\":0,\"vram\":5,\"vram_hits\":0,"
+		       "\"hits\":0,\"misses\":0}]}",
 		  "vram" },
 		{ HEAD LAYER_0 ",\"heat\":[1,2,3]}]}", "heat" },
 		{ HEAD LAYER_0 ",\"heat\":[1,2,3,65536]}]}", "heat" },
@@ -365,7 +425,8 @@ static void draw_heat_map(void **state)
 	assert_has(svg.data, "<title>layer 4, expert 1: disk, heat 7</title>");
 	assert_has(svg.data, "memory: 2 blocks, 800 B");
 	assert_has(svg.data, "disk: 2 blocks, 800 B");
-	assert_has(svg.data, "80.0 % hits");
+	assert_has(svg.data, "95.0 % hits, 75.0 % in VRAM; ");
+	assert_has(svg.data, "VRAM: 1 blocks, 400 B");
 	assert_null(strstr(svg.data, "script"));
 	buf_done(&svg);
 	residency_view_done(&v);
@@ -432,35 +493,37 @@ static void top_full(void **state)
 	before.at_us = 1000000;
 	before.view.counters.hits = 770;
 	before.view.counters.misses = 190;
+	before.view.vram_hits = 2940;
 	before.view.counters.decode_tokens = 2;
 	before.view.counters.stall_us = 0;
 	before.view.counters.bytes_read = 400;
 	draw_rows(&s, 24, 80, &now, &before, NULL, &out);
-	assert_string_equal(out.data,
-			    "m\n"
-			    "tier      arena: too large\n"
-			    "\n"
-			    "speed     12.5 tokens/s answering (3.0 now), 210 reading\n"
-			    "work      20 running, 21 waiting, 3 sessions (2 yours)\n"
-			    "memory    [#########++++===|||||||||||||||] 2.4 GB of 2.4 GB\n"
-			    "          # trunk 700 MB  + fixed 300 MB  = sessions 200 MB  | blocks 1.2 GB\n"
-			    "blocks    [||||||||||                     ] 31 %: 1.2 GB of 3.9 GB\n"
-			    "VRAM      [|||||                          ] 17 %: 1 of 6 blocks\n"
-			    "hits      [|||||||||||||||||||||||||      ] 80.0 % (75.0 now, 10 misses)\n"
-			    "stalls    12 us a token (0 % of the time now), 13 read errors\n"
-			    "disk      4.4 kB read (2 kB/s now), prefetch on: 3 used, 4 wasted\n"
-			    "pressure  [|                              ] 2.5 %, 5.1 GB free, 18 down 19 up\n"
-			    "faults    15 of compute threads, 16 blocks taken by the kernel\n"
-			    "policy    clock-lfu, blocks read by io_uring\n"
-			    "feed      cachestat: no tracer\n"
-			    "\n"
-			    "major faults by latency, from\n"
-			    "0.004 us  [|||||||||||||||||||||||||||||||] 5\n"
-			    "0.008 us  [||||||                         ] 1\n"
-			    "0.016 us  [                               ] 0\n"
-			    "0.032 us  [||||||||||||                   ] 2\n"
-			    "\n"
-			    "\n");
+	assert_string_equal(
+		out.data,
+		"m\n"
+		"tier      arena: too large\n"
+		"\n"
+		"speed     12.5 tokens/s answering (3.0 now), 210 reading\n"
+		"work      20 running, 21 waiting, 3 sessions (2 yours)\n"
+		"memory    [#########++++===|||||||||||||||] 2.4 GB of 2.4 GB\n"
+		"          # trunk 700 MB  + fixed 300 MB  = sessions 200 MB  | blocks 1.2 GB\n"
+		"blocks    [||||||||||                     ] 31 %: 1.2 GB of 3.9 GB\n"
+		"VRAM      [########++|||||||||||||||      ] 5.1 GB of 6.2 GB, 900 MB free\n"
+		"hits      [#######################||||||  ] 95.0 % (90.0 now, 10 misses)\n"
+		"in VRAM   [#######################        ] 75.0 % of what was wanted (60.0 now)\n"
+		"stalls    12 us a token (0 % of the time now), 13 read errors\n"
+		"disk      4.4 kB read (2 kB/s now), prefetch on: 3 used, 4 wasted\n"
+		"pressure  [|                              ] 2.5 %, 5.1 GB free, 18 down 19 up\n"
+		"faults    15 of compute threads, 16 blocks taken by the kernel\n"
+		"policy    clock-lfu, blocks read by io_uring\n"
+		"feed      cachestat: no tracer\n"
+		"\n"
+		"major faults by latency, from\n"
+		"0.004 us  [|||||||||||||||||||||||||||||||] 5\n"
+		"0.008 us  [||||||                         ] 1\n"
+		"0.016 us  [                               ] 0\n"
+		"0.032 us  [||||||||||||                   ] 2\n"
+		"\n");
 	buf_done(&out);
 	residency_view_done(&now.view);
 	residency_view_done(&before.view);
@@ -481,7 +544,7 @@ static void top_small(void **state)
 	assert_string_equal(out.data, "m\n"
 				      "speed     12.5 tokens/s\n"
 				      "memory    [##+=||||] 2.4\n"
-				      "hits      [||||||  ] 80.\n");
+				      "hits      [######||] 95.\n");
 	draw_rows(&s, 1, 10, &now, &before, NULL, &out);
 	assert_string_equal(out.data, "m\n");
 	buf_done(&out);
@@ -645,7 +708,13 @@ static void command_residency(void **state)
 		"conversations 200 MB, blocks 1.2 GB\n"
 		"            2.5 GB at load; at least 800 MB; 1.1 GB left to others; 600 MB of the trunk "
 		"locked\n"
-		"      hits  80.0 %: 800 hits, 200 misses\n"
+		"      VRAM  26 blocks, 3.1 GB, in slots of 3.2 GB; budget 6.2 GB: fixed 1.9 GB, of that trunk "
+		"1.5 GB\n"
+		"            540 MB left to others, 900 MB free; 25 B of blocks are in memory too\n"
+		"     moves  28 blocks promoted, 29 demoted (30 copied back), 31 copied for one use; 33 kB "
+		"copied, 11 MB/s; 35 chunks given back\n"
+		"   experts  27 times found in VRAM, 32 times computed by the CPU; 36 steps as one graph\n"
+		"      hits  95.0 %: 3000 in VRAM (75.0 %), 800 in memory, 200 misses\n"
 		"    stalls  12.0 us a token, of 8 tokens\n"
 		"      disk  11 blocks, 4.4 kB, 4 MB/s; read amplification 1.000; 13 errors\n"
 		"  prefetch  on: 3 blocks used, 4 wasted\n"
@@ -654,10 +723,83 @@ static void command_residency(void **state)
 		"  pressure  2.5 % of the last 10 s; 5.1 GB available; budget lowered 18 times, raised 19 "
 		"times\n"
 		"\n"
-		"layer  experts      block       in memory    VRAM          hits        misses  hit %\n"
-		"    3        4      400 B       2  50.0 %       1            30            10   75.0\n"
-		"    4        2      400 B       1  50.0 %       0             0             1    0.0\n");
+		"layer  experts      block    VRAM       in memory    disk       in VRAM     in memory        "
+		"misses  hit %\n"
+		"    3        4      400 B       1       1  25.0 %       2          2900            30            "
+		"10   99.7\n"
+		"    4        2      400 B       0       1  50.0 %       1           100             0             "
+		"1   99.0\n");
 	assert_string_equal(r.err, "");
+}
+
+static void command_residency_without_gpu(void **state)
+{
+	const char *const frames[] = { "{\"parameters\":" REPLY_HOST "}", NULL };
+	struct run r = {};
+
+	(void)state;
+	run(&r, ctl_residency, frames);
+	assert_int_equal(r.e, EXIT_OK);
+	assert_null(strstr(r.out, "VRAM"));
+	assert_has(r.out, "      hits  80.0 %: 800 hits, 200 misses\n");
+	assert_has(r.out,
+		   "layer  experts      block       in memory    disk          hits        misses  hit %\n"
+		   "    3        4      400 B       2  50.0 %       2            30            10   75.0\n");
+}
+
+/* ---- the GPU, as `residentctl status` has it ---- */
+
+static void assert_gpu(const struct resident_gpu *gpu, const char *expected)
+{
+	struct buf text = {};
+
+	assert_int_equal(ctl_gpu_text(&text, gpu), 0);
+	assert_string_equal(text.data, expected);
+	buf_done(&text);
+}
+
+static void gpu_text(void **state)
+{
+	struct resident_gpu g = { .state = "none" };
+
+	(void)state;
+	assert_gpu(&g, "not used");
+	g.why = "";
+	assert_gpu(&g, "not used");
+	g.why = "cannot load libcuda.so.1: no such file";
+	assert_gpu(&g, "none: cannot load libcuda.so.1: no such file");
+	g = (struct resident_gpu){ .state = "active",
+				   .name = "NVIDIA GeForce RTX 3070",
+				   .capability = "8.6",
+				   .driver = "12.2",
+				   .code = "binary",
+				   .total_bytes = 8000000000,
+				   .state_s = 182 };
+	assert_gpu(&g, "NVIDIA GeForce RTX 3070 (8.6, CUDA 12.2, machine code), 8 GB");
+	g.code = "ptx";
+	g.lost = 2;
+	assert_gpu(&g, "NVIDIA GeForce RTX 3070 (8.6, CUDA 12.2, PTX, compiled by the driver), lost 2 times, 8 GB");
+	g.state = "degraded";
+	g.why = "cuMemcpy: the device is lost";
+	g.code = "binary";
+	assert_gpu(&g, "degraded for 3 min 2 s: cuMemcpy: the device is lost; the CPU computes until it is back: "
+		       "NVIDIA GeForce RTX 3070 (8.6, CUDA 12.2, machine code), lost 2 times, 8 GB");
+	g.state = "none";
+	g.why = "no kernel for a type of this model";
+	assert_gpu(&g, "none: NVIDIA GeForce RTX 3070 is not used: no kernel for a type of this model");
+	/* What is no card is never taken for one. */
+	g = (struct resident_gpu){ .state = "active",
+				   .name = "Emulator",
+				   .capability = "7.5",
+				   .driver = "12.2",
+				   .code = "emulator",
+				   .emulator = true,
+				   .total_bytes = 64000000 };
+	assert_gpu(&g, "Emulator (an emulator: for tests, its speed means nothing), 64 MB");
+	/* Nothing but what every service tells. */
+	g = (struct resident_gpu){ .state = "later" };
+	assert_gpu(&g, "later for 0 s: no reason given; the CPU computes until it is back: "
+		       "GPU (?, CUDA ?, unknown code), 0 B");
 }
 
 static void command_residency_without_model(void **state)
@@ -864,6 +1006,7 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(read_all),
 		cmocka_unit_test(read_without_blocks),
+		cmocka_unit_test(read_huge_hits),
 		cmocka_unit_test(read_unknown_fields),
 		cmocka_unit_test(refuse_every_field),
 		cmocka_unit_test(refuse_values),
@@ -878,6 +1021,8 @@ int main(void)
 		cmocka_unit_test(top_hostile_text),
 		cmocka_unit_test(top_without_model),
 		cmocka_unit_test(command_residency),
+		cmocka_unit_test(command_residency_without_gpu),
+		cmocka_unit_test(gpu_text),
 		cmocka_unit_test(command_residency_without_model),
 		cmocka_unit_test(command_residency_json),
 		cmocka_unit_test(command_svg),

@@ -177,7 +177,7 @@ static void take_layer(struct fixture *f, uint32_t layer, const uint32_t *expert
 	for (;;) {
 		for (ssize_t i = 0; i < k; i++)
 			check_block(layer, &wave[i]);
-		k = residency_layer_next(f->r, wave, 1 + file_rnd(&file, EXPERTS_MAX));
+		k = residency_layer_next(f->r, wave, 1 + file_rnd(&file, EXPERTS_MAX), &(bool){ false });
 		if (k == 0)
 			break;
 		assert_true(k > 0);
@@ -443,7 +443,7 @@ static void use_layer(struct residency *r, uint32_t layer, uint32_t n_expert, ui
 	}
 	residency_step_begin(r, 1, NULL);
 	residency_layer_begin(r, layer, experts, n_tok, n_expert - except);
-	while ((k = residency_layer_next(r, wave, 32)) > 0)
+	while ((k = residency_layer_next(r, wave, 32, &(bool){ false })) > 0)
 		;
 	assert_int_equal(k, 0);
 	residency_step_end(r);
@@ -726,8 +726,8 @@ static void test_become_mapped(void **state)
 	allow_blocks(&f, 12 << 20);
 	(void)residency_pump(f.r, false);
 	assert_false(residency_managed(f.r));
-	assert_int_equal(residency_layer_next(f.r, wave, 2), 2);
-	assert_int_equal(residency_layer_next(f.r, wave, 2), 0);
+	assert_int_equal(residency_layer_next(f.r, wave, 2, &(bool){ false }), 2);
+	assert_int_equal(residency_layer_next(f.r, wave, 2, &(bool){ false }), 0);
 	residency_step_end(f.r);
 	f.wanted = 0;
 	memset(f.want_heat, 0, file.c->n_blocks * sizeof(*f.want_heat));
@@ -819,7 +819,7 @@ static void test_file_cut_short(void **state)
 		for (unsigned i = 0; i < 3; i++) {
 			residency_step_begin(f.r, 1, NULL);
 			residency_layer_begin(f.r, 6, experts, n_tok, 6);
-			while ((k = residency_layer_next(f.r, wave, 6)) > 0)
+			while ((k = residency_layer_next(f.r, wave, 6, &(bool){ false })) > 0)
 				;
 			assert_true(k == -ENODATA || k == -EIO);
 			residency_step_end(f.r);
@@ -852,7 +852,7 @@ static void test_step_given_up(void **state)
 			residency_step_begin(f.r, 4, NULL);
 			residency_layer_begin(f.r, 5, experts, n_tok, 3);
 			if (i > 0)
-				assert_true(residency_layer_next(f.r, wave, 1) == 1);
+				assert_true(residency_layer_next(f.r, wave, 1, &(bool){ false }) == 1);
 			if (i == 2)
 				residency_step_end(f.r);
 		}
