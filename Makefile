@@ -322,6 +322,7 @@ lint:
 	mandoc -T lint -W warning $(MAN)
 
 # Programs and library may lie anywhere; the bus and polkit look for their files under /usr only: for the system service, PREFIX=/usr.
+EXAMPLES := $(wildcard policy/examples/*)
 .PHONY: install install-service uninstall
 install: all install-service
 	$(INSTALL) -d $(DESTDIR)$(BINDIR) $(DESTDIR)$(SBINDIR) $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR) \
@@ -338,6 +339,8 @@ install: all install-service
 	$(INSTALL) -m 0644 policy/org.residentd.varlink $(DESTDIR)$(DATADIR)/residentd/
 	$(INSTALL) -m 0644 tests/models/$(TOY_MODEL) $(DESTDIR)$(DATADIR)/residentd/models/
 	$(INSTALL) -D -m 0644 tests/models/MODEL_CARD.md $(DESTDIR)$(DATADIR)/doc/residentd/MODEL_CARD.md
+	for f in $(EXAMPLES); do $(INSTALL) -D -m 0644 $$f $(DESTDIR)$(DATADIR)/doc/residentd/examples/$${f##*/} || exit 1; done
+	chmod 0755 $(DESTDIR)$(DATADIR)/doc/residentd/examples/residentd-power-profile
 	for m in $(MAN); do d=$(DESTDIR)$(MANDIR)/man$${m##*.}; $(INSTALL) -d $$d && $(INSTALL) -m 0644 $$m $$d/ || exit 1; done
 	for c in $(filter-out _%,$(COMPLETIONS)); do \
 		$(INSTALL) -D -m 0644 packaging/completions/$$c $(DESTDIR)$(BASHDIR)/$${c%.bash} || exit 1; done
@@ -376,7 +379,7 @@ uninstall:
 	rm -f $(addprefix $(DESTDIR)$(LIBDIR)/,libresident.so libresident.so.$(SOVERSION) libresident.a pkgconfig/libresident.pc)
 	rm -f $(addprefix $(DESTDIR)$(INCLUDEDIR)/,resident.h resident-control.h)
 	rm -f $(foreach f,$(SERVICE_FILES),$(DESTDIR)$(lastword $(subst :, ,$(f))))
-	rm -rf $(DESTDIR)$(DATADIR)/residentd $(DESTDIR)$(DATADIR)/doc/residentd/MODEL_CARD.md
+	rm -rf $(DESTDIR)$(DATADIR)/residentd $(addprefix $(DESTDIR)$(DATADIR)/doc/residentd/,MODEL_CARD.md examples)
 	rm -f $(addprefix $(DESTDIR)$(BASHDIR)/,$(patsubst %.bash,%,$(filter-out _%,$(COMPLETIONS))))
 	rm -f $(addprefix $(DESTDIR)$(ZSHDIR)/,$(filter _%,$(COMPLETIONS)))
 	rm -f $(foreach m,$(notdir $(MAN)),$(DESTDIR)$(MANDIR)/man$(patsubst .%,%,$(suffix $(m)))/$(m))

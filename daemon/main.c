@@ -299,6 +299,8 @@ int main(int argc, char **argv)
 
 	if (r != 0)
 		return r < 0 ? 2 : 0;
+	/* A step on a GPU can be recorded only when every kernel is there: not the first time that it is used. Before threads. */
+	(void)setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 	/* Hash seeds before threads: jansson makes them on first use. */
 	json_object_seed(0);
 	log_open("residentd", LOG_INFO);

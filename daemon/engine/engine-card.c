@@ -16,6 +16,8 @@
 /* Between two tries; doubled each time that one fails. */
 #define RETRY_US     UINT64_C(5000000)
 #define RETRY_US_MAX UINT64_C(320000000)
+/* For a card that was never seen: while a machine boots, the driver is there before its devices are. */
+#define TRIES_UNSEEN 5
 
 static void post(struct engine *e)
 {
@@ -163,7 +165,7 @@ static int take_up(struct engine *e, char **why)
 /* Later again, unless it would say the same for ever. */
 static bool is_final(int r)
 {
-	return r == -EOPNOTSUPP || r == -ENOSYS || r == -ENOEXEC;
+	return r == -EOPNOTSUPP || r == -ENOSYS || r == -ENOEXEC || r == -ELIBACC;
 }
 
 static void try_again_later(struct engine *e)
@@ -175,7 +177,7 @@ static void try_again_later(struct engine *e)
 void engine_card_start(struct engine *e)
 {
 	_cleanup_(freep) char *why = NULL;
-	bool before = e->card_state.state == ENGINE_CARD_DEGRADED;
+	bool before = e->card_state.state == ENGINE_CARD_DEGRADED, final;
 	int r;
 
 	if (!e->model || e->card)
@@ -189,15 +191,18 @@ void engine_card_start(struct engine *e)
 	r = take_up(e, &why);
 	if (r == 0) {
 		e->retry_delay_us = 0;
+		e->card_tries = 0;
 		set_state(e, ENGINE_CARD_ACTIVE, "%s", "");
 		if (before)
 			post(e);
 		return;
 	}
-	/* A machine without a GPU does not get one while the service runs. */
-	set_state(e, is_final(r) || !*e->card_state.name ? ENGINE_CARD_NONE : ENGINE_CARD_DEGRADED,
-		  "%s", why ? why : strerror(-r));
+	e->card_tries++;
+	final = is_final(r) || (!*e->card_state.name && e->card_tries > TRIES_UNSEEN);
+	set_state(e, final ? ENGINE_CARD_NONE : ENGINE_CARD_DEGRADED, "%s", why ? why : strerror(-r));
 	try_again_later(e);
+	if (final && before)
+		post(e);
 }
 
 void engine_card_stop(struct engine *e)

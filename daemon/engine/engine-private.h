@@ -63,6 +63,7 @@ struct engine {
 	struct engine_card_config card_config;
 	struct engine_card card_state;
 	uint64_t retry_us, retry_delay_us;
+	unsigned card_tries; /* in a row that failed */
 	bool asleep;
 	uint64_t n_evicted; /* sessions that were made to forget */
 };

@@ -22,7 +22,7 @@
 /* Without measured prices: a copy at some 10 GB/s, and the CPU's memory at some 20. */
 #define GUESS_COPY_US 1e-4
 #define GUESS_CPU_US  5e-5
-/* Looks (a second each) after giving slots back until some are taken again, and between two steps of that. */
+/* Looks (a second each) after giving slots back until some are taken again. */
 #define CALM_LOOKS    5U
 
 bool residency_card_has(const struct residency *r, uint32_t block)
@@ -405,9 +405,9 @@ int residency_look_at_card(struct residency *r, uint64_t free_bytes)
 	}
 	if (want < c->limit)
 		return set_limit(r, want);
+	/* Then a chunk a look. */
 	if (++c->calm < CALM_LOOKS || want < c->limit + vram_chunk_bytes(c->vram))
 		return c->error;
-	c->calm = 0;
 	return set_limit(r, c->limit + vram_chunk_bytes(c->vram));
 }
 

@@ -132,7 +132,7 @@ static int open_library(struct cuda_driver *d, const char *name, char **ret_erro
 		name = "libcuda.so.1";
 	library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
 	if (!library)
-		return fail(ret_error, -ENODEV, "no CUDA driver: %s", dlerror());
+		return fail(ret_error, -ELIBACC, "no CUDA driver: %s", dlerror());
 	missing = load_symbols(d, library, needed, ARRAY_SIZE(needed));
 	if (missing) {
 		dlclose(library);

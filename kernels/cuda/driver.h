@@ -8,6 +8,7 @@
  *	-ENODEV		the device is lost or not there: nothing of this context is usable; cuda_close(), and cuda_open() later
  *	-EAGAIN		not ready yet (cuda_event_query() only)
  *	-ENOSYS		the driver, or this build, has no such thing
+ *	-ELIBACC	there is no driver on this machine (cuda_open() only)
  *	-EINVAL, -ENOENT, -ENOEXEC, -EIO	a wrong argument; an unknown kernel; code that the driver does not take; all else
  * and cuda_error() then says which function failed and what the driver calls it. Invariant: nothing here spins; what waits,
  * sleeps.

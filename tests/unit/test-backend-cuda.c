@@ -3,8 +3,9 @@
  * The whole graph on a card, emulated, beside the CPU: logits of the bundled model in batches of several sizes, with no expert, some and all
  * of them in slots; steps that were recorded; several sequences; a card that fails, at any call.
  *
- * Bounds: activations are quantised in the same way on both sides, so logits differ by the order of float sums only, but for a value that
- * lies at the edge of two quantised ones now and then: as far apart as two kernels of the CPU are (test-model.c).
+ * Bounds, as a part of the spread of a row's logits. Activations are quantised in the same way on both sides, so logits differ by the order of float
+ * sums only, but for a value that lies at the edge of two quantised ones now and then: the CPU's scalar and AVX2 kernels differ by 0.039 on
+ * these tokens, the emulated card from AVX2 by 0.038. With weights of F32 there are no such edges.
  */
 #include "tests/test.h"
 
@@ -18,16 +19,18 @@
 #include <math.h>
 
 #define TOY     "tests/models/tiny-qwen35moe-stories-q8_0.gguf"
-#define N_TOK   72
+#define N_TOK   48
 #define ROWS    64
 #define CONTEXT 256
 #define TOP     0.06f
+#define TOP_F32 1e-4f
 
 struct rig {
 	struct model *m;
 	struct backend *cpu;
 	struct kv_arena *a;
 	float *want, *got;
+	float top;
 	char dir[64], path[128];
 };
 
@@ -112,12 +115,12 @@ static void gpu_open(struct gpu *g, double share)
 		fail_msg("%s", error ? error : "no error text");
 }
 
-#define EMULATOR_OR_SKIP()                                          \
-	do {                                                        \
-		if (!emu_library()) {                               \
-			skip_because("the emulator was not built"); \
-			return;                                     \
-		}                                                   \
+#define CARD_OR_SKIP()                                                              \
+	do {                                                                        \
+		if (!getenv("RESIDENTD_CUDA_LIBRARY")) {                            \
+			skip_because("no card: the emulator was not built either"); \
+			return;                                                     \
+		}                                                                   \
 	} while (0)
 
 static int32_t token(size_t i)
@@ -171,7 +174,7 @@ static void check_logits(const char *what, const float *want, const float *got, 
 			worst = fmaxf(worst, fabsf(w[i] - g[i]));
 			assert_true(isfinite(g[i]));
 		}
-		if (!(worst <= TOP * (hi - lo)))
+		if (!(worst <= rig.top * (hi - lo)))
 			fail_msg("%s: row %zu is off by %g of %g", what, t, (double)worst,
 				 (double)(hi - lo));
 	}
@@ -191,7 +194,7 @@ static void test_logits(void **state)
 	static const size_t rows[] = { 1, 5, 64 };
 
 	(void)state;
-	EMULATOR_OR_SKIP();
+	CARD_OR_SKIP();
 	for (size_t i = 0; i < ARRAY_SIZE(shares); i++) {
 		struct gpu g;
 
@@ -226,7 +229,7 @@ static void test_recorded(void **state)
 	struct gpu g;
 
 	(void)state;
-	EMULATOR_OR_SKIP();
+	CARD_OR_SKIP();
 	gpu_open(&g, 1);
 	heat = malloc(rig.m->catalog->n_blocks * sizeof(*heat));
 	assert_non_null(heat);
@@ -254,7 +257,7 @@ static void test_two_sequences(void **state)
 	struct gpu g;
 
 	(void)state;
-	EMULATOR_OR_SKIP();
+	CARD_OR_SKIP();
 	gpu_open(&g, 0.5);
 	for (unsigned k = 0; k < 2; k++) {
 		assert_int_equal(state_new(&s[k]), 0);
@@ -304,10 +307,25 @@ static void failing(const char *what, unsigned from, unsigned to, unsigned step)
 	assert_true(n_failed > 0);
 }
 
+static bool is_emulated(void)
+{
+	struct card *card;
+	bool emulated;
+
+	assert_int_equal(card_open(&card, NULL), 0);
+	emulated = card_info(card)->emulator;
+	card_close(card);
+	return emulated;
+}
+
 static void test_failures(void **state)
 {
 	(void)state;
-	EMULATOR_OR_SKIP();
+	CARD_OR_SKIP();
+	if (!is_emulated()) {
+		skip_because("a real card fails when it wants");
+		return;
+	}
 	failing("alloc", 1, 8, 1);
 	failing("host", 1, 5, 1);
 	failing("copy", 1, 400, 57);
@@ -322,7 +340,7 @@ static void test_cycles(void **state)
 	uint64_t before = 0;
 
 	(void)state;
-	EMULATOR_OR_SKIP();
+	CARD_OR_SKIP();
 	for (unsigned i = 0; i < 50; i++) {
 		uint64_t now;
 		struct gpu g;
@@ -345,7 +363,7 @@ static void test_too_small(void **state)
 	struct card *card;
 
 	(void)state;
-	EMULATOR_OR_SKIP();
+	CARD_OR_SKIP();
 	s.budget_bytes = 1 << 20;
 	assert_int_equal(card_open(&card, NULL), 0);
 	assert_int_equal(card_load(card, rig.m, &s, NULL, &error), -ENOSPC);
@@ -372,15 +390,12 @@ static void copy_toy(void)
 	assert_int_equal(fsync(to), 0);
 }
 
-static int setup(void **state)
+static void rig_open(const char *path, float top)
 {
 	struct state *s;
 
-	(void)state;
-	copy_toy();
-	if (emu_library())
-		setenv("RESIDENTD_CUDA_LIBRARY", emu_library(), 1);
-	assert_int_equal(model_load(rig.path, &rig.m, NULL), 0);
+	rig.top = top;
+	assert_int_equal(model_load(path, &rig.m, NULL), 0);
 	assert_int_equal(kv_arena_new(&rig.m->kv, false, (size_t)1 << 24, &rig.a), 0);
 	assert_int_equal(backend_cpu_new(2, graph_scratch_bytes(rig.m, ROWS), &rig.cpu), 0);
 	rig.want = malloc(N_TOK * rig.m->n_vocab * sizeof(float));
@@ -389,17 +404,63 @@ static int setup(void **state)
 	assert_int_equal(state_new(&s), 0);
 	assert_int_equal(eval(rig.cpu, rig.a, NULL, s, 0, N_TOK, 1, rig.want), 0);
 	state_free(s, rig.a);
+}
+
+static void rig_close(void)
+{
+	free(rig.want);
+	free(rig.got);
+	rig.cpu->ops->free(rig.cpu);
+	kv_arena_free(rig.a);
+	model_unref(rig.m);
+}
+
+/* Without quantised activations there is nothing that could hide an error. */
+static void test_logits_f32(void **state)
+{
+	const char *shared = getenv("RESIDENTD_SHARED");
+	static const size_t rows[] = { 1, 48 };
+	char path[4096];
+
+	(void)state;
+	CARD_OR_SKIP();
+	snprintf(path, sizeof(path), "%s/models/tiny-qwen35moe-stories-f32.gguf",
+		 shared ? shared : "../shared");
+	if (access(path, R_OK) < 0) {
+		skip_because("no %s", path);
+		return;
+	}
+	rig_close();
+	rig_open(path, TOP_F32);
+	for (size_t i = 0; i < ARRAY_SIZE(rows); i++) {
+		struct gpu g;
+
+		gpu_open(&g, 0.5);
+		for (unsigned k = 0; k < 2; k++) {
+			assert_int_equal(eval_gpu(&g, rows[i], rig.got), 0);
+			check_logits("F32", rig.want, rig.got, N_TOK);
+		}
+		assert_true(vram_of(&g).hits > 0 && vram_of(&g).on_cpu > 0);
+		gpu_done(&g);
+	}
+	rig_close();
+	rig_open(rig.path, TOP);
+}
+
+static int setup(void **state)
+{
+	(void)state;
+	copy_toy();
+	if (emu_library())
+		setenv("RESIDENTD_CUDA_LIBRARY", emu_library(), 0);
+	rig_open(rig.path, TOP);
 	return 0;
 }
 
 static int teardown(void **state)
 {
 	(void)state;
-	free(rig.want);
-	free(rig.got);
-	rig.cpu->ops->free(rig.cpu);
-	kv_arena_free(rig.a);
-	model_unref(rig.m);
+	rig_close();
 	unlink(rig.path);
 	rmdir(rig.dir);
 	return 0;
@@ -408,9 +469,10 @@ static int teardown(void **state)
 int main(void)
 {
 	static const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_logits),        cmocka_unit_test(test_recorded),
-		cmocka_unit_test(test_two_sequences), cmocka_unit_test(test_failures),
-		cmocka_unit_test(test_cycles),        cmocka_unit_test(test_too_small),
+		cmocka_unit_test(test_logits),    cmocka_unit_test(test_logits_f32),
+		cmocka_unit_test(test_recorded),  cmocka_unit_test(test_two_sequences),
+		cmocka_unit_test(test_failures),  cmocka_unit_test(test_cycles),
+		cmocka_unit_test(test_too_small),
 	};
 
 	return cmocka_run_group_tests(tests, setup, teardown);
