@@ -3,6 +3,8 @@
 # One flat make for the whole tree. `make help` lists the targets, V=1 shows the commands, O=DIR builds elsewhere.
 # Variants (sanitizers, clang, fuzzing) are the same rules with another O: they call make again, never in another folder.
 
+.DEFAULT_GOAL := all
+
 VERSION = 0.1.0
 SOVERSION = 0
 

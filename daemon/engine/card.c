@@ -270,13 +270,15 @@ static int divide(struct card *c, const struct model *m, const struct card_sizes
 
 	needed = c->trunk_bytes + s->scratch_bytes + pages + STATES_OF_ONE * state;
 	if (needed > budget)
-		return fail(ret_error, -ENOSPC,
+		return fail(ret_error, s->budget_bytes > 0 && needed > s->budget_bytes ? -E2BIG : -ENOSPC,
 			    "needs at least %" PRIu64 " MB of its memory: %" PRIu64
 			    " MB for the trunk, %" PRIu64
 			    " MB for one conversation (Context= makes it smaller) and %" PRIu64
 			    " MB for work; the budget is %" PRIu64
-			    " MB (VramBudget=, or what is free less VramReserve=)",
-			    megabytes(needed), megabytes(c->trunk_bytes),
+			    " MB (VramBudget= or --vram, or what is free less VramReserve=)",
+			    megabytes(c->trunk_bytes) + megabytes(pages + STATES_OF_ONE * state) +
+				    megabytes(s->scratch_bytes),
+			    megabytes(c->trunk_bytes),
 			    megabytes(pages + STATES_OF_ONE * state), megabytes(s->scratch_bytes),
 			    budget / 1000000);
 	rest = budget - c->trunk_bytes - s->scratch_bytes;

@@ -64,8 +64,8 @@ const struct cuda_info *card_info(const struct card *c);
 const char *card_code(const struct card *c);
 
 /* Brings the trunk over and takes the memory for sequences, scratch and the table of experts. The host's copy of the trunk may go then, but for
- * m->embd. stop is looked at between pieces: -ECANCELED. -ENOSPC: the card does not hold trunk, one conversation and a few experts, with
- * the numbers; -EOPNOTSUPP: the model has a type or a shape that no kernel takes. */
+ * m->embd. stop is looked at between pieces: -ECANCELED. -ENOSPC: the card does not hold trunk and one conversation, with the numbers; -E2BIG:
+ * it would, but the budget never does; -EOPNOTSUPP: the model has a type or a shape that no kernel takes. */
 int card_load(struct card *c, const struct model *m, const struct card_sizes *sizes,
 	      const atomic_bool *stop, char **ret_error);
 

@@ -129,12 +129,22 @@ static int give_slots(struct engine *e, const struct card *card, const struct ba
 		.reserve_bytes = e->card_config.reserve_bytes,
 		.host_bytes = backend_cuda_host_bytes(gpu),
 	};
+	uint64_t free_bytes = 0;
 	int r;
 
 	if (!card_vram(card))
 		return 0;
 	r = residency_set_card(e->residency, card_vram(card), &c);
-	return r < 0 ? fail(why, r, "no memory for the table of slots: %s", strerror(-r)) : 0;
+	if (r < 0)
+		return fail(why, r, "no memory for the table of slots: %s", strerror(-r));
+	r = card_free_bytes(card, &free_bytes);
+	if (r == 0)
+		r = residency_look_at_card(e->residency, free_bytes);
+	if (r < 0) {
+		(void)residency_set_card(e->residency, NULL, NULL);
+		return fail(why, r, "%s", cuda_error(card_driver(card)));
+	}
+	return 0;
 }
 
 /* 0: the card computes from now on. */
@@ -165,7 +175,7 @@ static int take_up(struct engine *e, char **why)
 /* Later again, unless it would say the same for ever. */
 static bool is_final(int r)
 {
-	return r == -EOPNOTSUPP || r == -ENOSYS || r == -ENOEXEC || r == -ELIBACC;
+	return r == -EOPNOTSUPP || r == -ENOSYS || r == -ENOEXEC || r == -ELIBACC || r == -E2BIG;
 }
 
 static void try_again_later(struct engine *e)
@@ -180,8 +190,12 @@ void engine_card_start(struct engine *e)
 	bool before = e->card_state.state == ENGINE_CARD_DEGRADED, final;
 	int r;
 
-	if (!e->model || e->card)
+	if (e->card)
 		return;
+	if (!e->model) {
+		set_state(e, ENGINE_CARD_NONE, "no model is loaded");
+		return;
+	}
 	if (e->card_config.off) {
 		set_state(e, ENGINE_CARD_NONE, "VramBudget=off");
 		return;

@@ -471,7 +471,7 @@ void residency_card_get_stats(const struct residency *r, struct residency_vram *
 
 /* ---- beginning and end ---- */
 
-static struct residency_card *card_free(struct residency_card *c)
+struct residency_card *residency_card_free(struct residency_card *c)
 {
 	if (!c)
 		return NULL;
@@ -511,7 +511,7 @@ static int card_new(const struct residency *r, struct vram *v,
 	if (c->stays && c->queued && c->gone && c->staged && c->confirmed && c->candidates)
 		err = evict_new(r->config.policy, n, class_of, &c->evict);
 	if (err < 0) {
-		card_free(c);
+		residency_card_free(c);
 		return err;
 	}
 	*ret = c;
@@ -538,7 +538,7 @@ static int give_card_up(struct residency *r)
 	if (!r->card)
 		return 0;
 	residency_end_layer(r);
-	r->card = card_free(r->card);
+	r->card = residency_card_free(r->card);
 	if (r->trunk_away > 0)
 		err = host_load_trunk(r->catalog, true, NULL, &locked);
 	r->trunk_away = 0;
@@ -567,7 +567,7 @@ int residency_set_card(struct residency *r, struct vram *v, const struct residen
 	if (err == 0)
 		err = vram_set_limit(v, config->slots_bytes, NULL);
 	if (err < 0) {
-		card_free(c);
+		residency_card_free(c);
 		return err;
 	}
 	c->limit = config->slots_bytes;

@@ -139,4 +139,5 @@ void residency_card_offer(struct residency *r, uint32_t block); /* it is in host
  * nothing is being computed. True: there is more to be done. */
 bool residency_card_settle(struct residency *r, bool background, bool wait);
 void residency_card_release(struct residency *r); /* idle for long: all slots go */
+struct residency_card *residency_card_free(struct residency_card *c); /* the ranking, not the slots; accepts NULL, returns NULL */
 void residency_card_get_stats(const struct residency *r, struct residency_vram *ret);

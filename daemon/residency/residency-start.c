@@ -256,6 +256,7 @@ struct residency *residency_free(struct residency *r)
 	stop_loader(r);
 	residency_end_layer(r);
 	(void)residency_save_heat(r);
+	residency_card_free(r->card);
 	host_free(r->host);
 	evict_free(r->evict);
 	admission_free(r->admission);

@@ -43,6 +43,12 @@ def make_targets_in_the_documents_exist():
 
 
 @case
+def make_alone_makes_everything():
+    # What the README begins with; a rule that is included too early would be the goal instead.
+    assert re.match(r"(?:#.*\n|\s*\n)*\.DEFAULT_GOAL := all\n", read("Makefile"))
+
+
+@case
 def folders_in_contributing_exist():
     text = read("CONTRIBUTING.md")
     for folder in re.findall(r"^\*\*`([a-z/]+)/`\*\*", text, re.M):

@@ -366,7 +366,7 @@ static void test_too_small(void **state)
 	CARD_OR_SKIP();
 	s.budget_bytes = 1 << 20;
 	assert_int_equal(card_open(&card, NULL), 0);
-	assert_int_equal(card_load(card, rig.m, &s, NULL, &error), -ENOSPC);
+	assert_int_equal(card_load(card, rig.m, &s, NULL, &error), -E2BIG);
 	assert_non_null(strstr(error, "needs at least"));
 	free(error);
 	card_close(card);
