@@ -184,8 +184,14 @@ static unsigned splits(const struct backend_cuda *c, size_t n_rows)
 
 static bool may_be_recorded(const struct backend_cuda *c, const struct backend_batch *batch)
 {
-	return batch->n_rows == 1 && batch->n_out == 1 && !c->graph.off &&
+	return c->n_batches > 0 && batch->n_rows == 1 && batch->n_out == 1 && !c->graph.off &&
 	       cuda_has_graphs(c->driver) && c->residency && residency_on_card(c->residency);
+}
+
+/* Of the pages; NULL: the model has none. */
+static const void *pages_base(const struct backend_cuda *c, const struct backend_batch *batch)
+{
+	return c->model->kv.n_layer > 0 ? kv_k(batch->arena, 0, 0, 0) : NULL;
 }
 
 static void forget_graph(struct backend_cuda *c)
@@ -227,7 +233,7 @@ static int cuda_begin(struct backend *b, const struct backend_batch *batch)
 		return r;
 	recorded = may_be_recorded(c, batch);
 	if (recorded && c->graph.exec && c->graph.n_split == splits(c, 1) &&
-	    c->graph.base == kv_k(batch->arena, 0, 0, 0)) {
+	    c->graph.base == pages_base(c, batch)) {
 		fill_rows(c, c->graph.embd);
 		c->graph.replaying = true;
 		return 1;
@@ -235,7 +241,7 @@ static int cuda_begin(struct backend *b, const struct backend_batch *batch)
 	if (recorded) {
 		forget_graph(c);
 		c->graph.n_split = splits(c, 1);
-		c->graph.base = kv_k(batch->arena, 0, 0, 0);
+		c->graph.base = pages_base(c, batch);
 		c->graph.n_layers = 0;
 		c->graph.recording = cuda_graph_begin(c->driver, c->stream) == 0;
 		c->graph.off = !c->graph.recording;
@@ -288,6 +294,7 @@ static int cuda_end(struct backend *b, int r)
 		r = waited;
 	if (r == 0 && c->graph.replaying)
 		r = moe_cuda_note_graph(c);
+	c->n_batches += r == 0;
 	if (r == 0 && batch->n_out == 1)
 		memcpy(batch->logits, c->logits, c->model->n_vocab * sizeof(float));
 	c->graph.replaying = false;
@@ -502,16 +509,22 @@ static int cuda_scalar_gate(struct backend *b, const struct gguf_tensor *w, cons
 static int need_freq(struct backend_cuda *c, size_t n_rot, float base)
 {
 	float freq[CUDA_HEAD_MAX / 2];
+	int r;
 
 	if (c->freq_n_rot == n_rot && c->freq_base == base)
 		return 0;
 	assert(n_rot / 2 <= ARRAY_SIZE(freq));
 	for (size_t k = 0; k < n_rot / 2; k++)
 		freq[k] = (float)pow((double)base, -2.0 * (double)k / (double)n_rot);
+	/* Not a thing to be recorded: it is complete on return. */
+	if (c->graph.recording)
+		return -EAGAIN;
+	r = backend_cuda_check(c, cuda_upload(c->driver, c->freq, freq, n_rot / 2 * sizeof(float), NULL));
+	if (r < 0)
+		return r;
 	c->freq_n_rot = n_rot;
 	c->freq_base = base;
-	return backend_cuda_check(c, cuda_upload(c->driver, c->freq, freq,
-						 n_rot / 2 * sizeof(float), NULL));
+	return 0;
 }
 
 static int cuda_rope(struct backend *b, float *x, size_t stride, size_t n_head, size_t dim,

@@ -160,14 +160,16 @@ static void *sequence_alloc(void *userdata, size_t bytes)
 	struct card *c = userdata;
 	char *p = NULL;
 
-	if (bytes <= c->sequences.state_bytes) {
-		for (uint32_t i = 0; i < c->sequences.n_states && !p; i++)
+	/* The arena comes first, and is one. */
+	if (c->sequences.pages_taken) {
+		for (uint32_t i = 0;
+		     bytes <= c->sequences.state_bytes && i < c->sequences.n_states && !p; i++)
 			if (!c->sequences.state_taken[i]) {
 				c->sequences.state_taken[i] = true;
 				p = c->sequences.base + c->sequences.pages_bytes +
 				    i * c->sequences.state_bytes;
 			}
-	} else if (!c->sequences.pages_taken && bytes <= c->sequences.pages_bytes) {
+	} else if (bytes <= c->sequences.pages_bytes) {
 		c->sequences.pages_taken = true;
 		p = c->sequences.base;
 	}
@@ -270,7 +272,8 @@ static int divide(struct card *c, const struct model *m, const struct card_sizes
 
 	needed = c->trunk_bytes + s->scratch_bytes + pages + STATES_OF_ONE * state;
 	if (needed > budget)
-		return fail(ret_error, s->budget_bytes > 0 && needed > s->budget_bytes ? -E2BIG : -ENOSPC,
+		return fail(ret_error,
+			    s->budget_bytes > 0 && needed > s->budget_bytes ? -E2BIG : -ENOSPC,
 			    "needs at least %" PRIu64 " MB of its memory: %" PRIu64
 			    " MB for the trunk, %" PRIu64
 			    " MB for one conversation (Context= makes it smaller) and %" PRIu64
@@ -278,9 +281,8 @@ static int divide(struct card *c, const struct model *m, const struct card_sizes
 			    " MB (VramBudget= or --vram, or what is free less VramReserve=)",
 			    megabytes(c->trunk_bytes) + megabytes(pages + STATES_OF_ONE * state) +
 				    megabytes(s->scratch_bytes),
-			    megabytes(c->trunk_bytes),
-			    megabytes(pages + STATES_OF_ONE * state), megabytes(s->scratch_bytes),
-			    budget / 1000000);
+			    megabytes(c->trunk_bytes), megabytes(pages + STATES_OF_ONE * state),
+			    megabytes(s->scratch_bytes), budget / 1000000);
 	rest = budget - c->trunk_bytes - s->scratch_bytes;
 	pages = MAX(pages, MIN(s->pages_bytes, rest / PAGES_SHARE) / CARD_ALIGN * CARD_ALIGN);
 	c->sequences.pages_bytes = pages;

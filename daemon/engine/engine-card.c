@@ -200,8 +200,10 @@ void engine_card_start(struct engine *e)
 		set_state(e, ENGINE_CARD_NONE, "VramBudget=off");
 		return;
 	}
-	if (e->asleep)
+	if (e->asleep) {
+		set_state(e, ENGINE_CARD_DEGRADED, "the machine goes to sleep");
 		return;
+	}
 	r = take_up(e, &why);
 	if (r == 0) {
 		e->retry_delay_us = 0;

@@ -586,18 +586,21 @@ static uint64_t bytes_needed(const struct engine *e, const struct engine_request
 static struct engine_request *next_request(struct engine *e)
 {
 	struct engine_request *req = request_of(sched_pick(&e->sched, false));
+	uint64_t sum, pages, states;
 	uint32_t n_running = 0;
-	uint64_t sum;
 
 	if (req->sched.running || !e->arena)
 		return req;
 	req->reserved_bytes = sum = bytes_needed(e, req);
+	states = e->model ? 2 * e->model->recurrent_floats * sizeof(float) : 0;
+	pages = kv_arena_n_pages(e->arena) * (uint64_t)kv_arena_page_bytes(e->arena);
 	for (struct sched_entry *s = e->sched.first; s; s = s->next)
 		if (s->running) {
 			sum += request_of(s)->reserved_bytes;
 			n_running++;
 		}
-	if (sum > e->kv_bytes_max || n_running >= e->max_runs) {
+	/* On a card the states have memory of their own, which pages cannot have. */
+	if (sum > e->kv_bytes_max || sum - (n_running + 1) * states > pages || n_running >= e->max_runs) {
 		struct sched_entry *begun = sched_pick(&e->sched, true);
 
 		if (begun)

@@ -215,8 +215,9 @@ static void post_trace(struct engine *e)
 
 static int forward(struct engine *e, struct run *run, const struct graph_seq *seq)
 {
-	/* Not a prompt's last token in a batch of its own. */
-	bool record = run->prompt_done && atomic_load(&e->record);
+	/* Not a prompt's last token in a batch of its own, nor what comes in again. */
+	bool record = run->prompt_done && seq->n_tok == 1 && seq->want != GRAPH_WANT_NONE &&
+		      atomic_load(&e->record);
 	int r;
 
 	residency_record(e->residency, record);
@@ -458,8 +459,9 @@ static void run_end(struct engine *e, struct engine_request *req)
 			run->ses->running = false;
 		/* What was looked at, not what was sent: a prompt that is refused or given up costs what was done for it. */
 		req->usage.prompt_tok = run->prompt_done ? run->n_prompt
-					: run->reply ? MIN(run->n_prompt, run->ses->state->n_tok)
-						     : 0;
+					: run->reply && run->ses->state
+						? MIN(run->n_prompt, run->ses->state->n_tok)
+						: 0;
 		req->usage.cached_tok = MIN((uint64_t)run->n_cached, req->usage.prompt_tok);
 		req->usage.prefill_us = (run->prompt_done ? run->prompt_done_us : end_us) - run->start_us;
 		req->usage.decode_us = run->prompt_done ? end_us - run->prompt_done_us : 0;

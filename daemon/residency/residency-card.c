@@ -132,7 +132,11 @@ static int fetch(struct residency *r, uint32_t block, bool to_stay)
 	for (unsigned i = 0; i < CATALOG_MATRICES; i++)
 		matrix[i] = host_matrix(r->host, block, i);
 	err = vram_fetch(c->vram, block, matrix);
-	if (err == -ENOSPC || err == -ENOMEM) /* others were faster: the limit is lower now */
+	if (err == -ENOMEM) { /* others were faster: what there is is the limit, until it was calm for a while */
+		c->limit = vram_bytes(c->vram);
+		c->calm = 0;
+	}
+	if (err == -ENOSPC || err == -ENOMEM)
 		return -ENOSPC;
 	if (check(r, err) < 0)
 		return err;
@@ -267,8 +271,10 @@ static void promote(struct residency *r)
 		if (host_state(r->host, block) != HOST_HERE || vram_state(c->vram, block) != VRAM_ABSENT)
 			continue;
 		room = has_slot(c, block, true);
-		if (n >= (room ? PROMOTE_FREE : PROMOTE_MAX))
+		if (n >= (room ? PROMOTE_FREE : PROMOTE_MAX)) {
+			residency_card_offer(r, block);
 			break;
+		}
 		if (!room && !pays(r, block))
 			continue;
 		n += fetch(r, block, true) == 0;
@@ -391,10 +397,20 @@ static uint64_t wanted_slots(const struct residency *r)
 	return MIN(want, c->config.slots_bytes);
 }
 
+/* There is more room: for what is in host memory, and what is hot and nowhere. */
+static void refill(struct residency *r)
+{
+	for (uint32_t i = 0; i < r->catalog->n_blocks; i++)
+		if (host_state(r->host, i) == HOST_HERE && evict_heat(r->evict, i) > 0)
+			residency_card_offer(r, i);
+	residency_warm(r, NULL);
+}
+
 int residency_look_at_card(struct residency *r, uint64_t free_bytes)
 {
 	struct residency_card *c = r->card;
 	uint64_t want;
+	int err;
 
 	c->free_bytes = free_bytes;
 	c->yielded = atomic_load(&r->shared->yield_bytes);
@@ -408,13 +424,17 @@ int residency_look_at_card(struct residency *r, uint64_t free_bytes)
 	/* Then a chunk a look. */
 	if (++c->calm < CALM_LOOKS || want < c->limit + vram_chunk_bytes(c->vram))
 		return c->error;
-	return set_limit(r, c->limit + vram_chunk_bytes(c->vram));
+	err = set_limit(r, c->limit + vram_chunk_bytes(c->vram));
+	if (err == 0)
+		refill(r);
+	return err;
 }
 
 void residency_card_release(struct residency *r)
 {
+	/* Nobody else asked for it: what is used again comes back at once. */
 	if (shrink(r, 0) == 0)
-		r->card->calm = 0;
+		(void)set_limit(r, wanted_slots(r));
 }
 
 bool residency_on_card(const struct residency *r)

@@ -469,7 +469,9 @@ static void release_wave(struct residency *r)
 		w->state = WANT_DONE;
 		if (!w->on_card)
 			host_unpin(r->host, w->block);
-		r->keep[w->block] = 0;
+		/* What the card computes in one launch, which may be still to come, stays for the layer. */
+		if (!w->on_card || !r->card->once)
+			r->keep[w->block] = 0;
 		r->index_of[w->block] = 0;
 		if (w->missed) {
 			r->n_held--;

@@ -52,5 +52,5 @@ $(O)/tests/libcuda-emu.so: $(EMU_OBJ)
 	$(Q)$(CXX) -shared $(BASE_LDFLAGS) $(CFLAGS) $(LDFLAGS) -o $@ $^ -lm -pthread
 
 # Loaded at run time, from beside the tests.
-$(filter $(O)/tests/unit/test-cuda-% $(O)/tests/unit/test-vram,$(UNIT)): | $(O)/tests/libcuda-emu.so
+$(UNIT): | $(O)/tests/libcuda-emu.so
 

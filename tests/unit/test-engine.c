@@ -6,6 +6,7 @@
 #include "tests/test.h"
 
 #include "daemon/engine/engine-private.h"
+#include "tests/emu/library.h"
 
 #include "daemon/residency/heat.h"
 #include "daemon/residency/trace.h"
@@ -1013,10 +1014,82 @@ static void test_broken_model(void **state)
 	break_file(RESIDENCY_AUTO, TOUCHED);
 }
 
+/* A request in the middle of its prompt loses its state with the card, and is given up before its next step. */
+static void test_cancelled_when_the_card_goes(void **state)
+{
+	struct engine_request *r;
+	struct fixture f;
+	char text[4000] = "";
+	struct mail *m;
+
+	(void)state;
+	if (!emu_library()) {
+		skip_because("the emulator was not built");
+		return;
+	}
+	setenv("RESIDENTD_CUDA_LIBRARY", emu_library(), 1);
+	start(&f);
+	load(&f, MODEL, 0, 2048);
+	assert_int_equal(f.stats.card.state, ENGINE_CARD_ACTIVE);
+	for (unsigned i = 0; i < 60; i++)
+		strcat(text, "What is 17 x 23? ");
+	r = request_new(&f, NULL, user(text), 1, false, false);
+	engine_post(f.engine, &r->mail);
+	m = mailbox_take_all(&f.mail, true);
+	assert_int_equal(m->kind, EVENT_PROGRESS);
+	engine_suspend(f.engine);
+	atomic_store(&r->cancel, true);
+	engine_wake(f.engine);
+	for (bool suspended = false, done = false; !suspended || !done;) {
+		struct mail *next;
+
+		m = mailbox_take_all(&f.mail, true);
+		for (; m; m = next) {
+			next = m->next;
+			suspended |= m->kind == EVENT_SUSPENDED;
+			done |= m->kind == EVENT_DONE;
+			if (m->kind == EVENT_PROGRESS)
+				engine_event_free((struct engine_event *)m);
+			else if (m->kind != EVENT_DONE)
+				free(m);
+		}
+	}
+	request_free(r);
+	stop(&f);
+	unsetenv("RESIDENTD_CUDA_LIBRARY");
+}
+
+static void test_no_card_without_a_model(void **state)
+{
+	struct engine_load *l = calloc(1, sizeof(*l));
+	struct fixture f;
+
+	(void)state;
+	assert_non_null(l);
+	if (!emu_library()) {
+		free(l);
+		skip_because("the emulator was not built");
+		return;
+	}
+	setenv("RESIDENTD_CUDA_LIBRARY", emu_library(), 1);
+	start(&f);
+	load(&f, MODEL, 0, 2048);
+	assert_int_equal(f.stats.card.state, ENGINE_CARD_ACTIVE);
+	l->mail.kind = ENGINE_LOAD;
+	engine_post(f.engine, &l->mail);
+	l = (struct engine_load *)wait_for(&f, EVENT_LOADED);
+	assert_int_equal(l->stats.card.state, ENGINE_CARD_NONE);
+	free(l);
+	stop(&f);
+	unsetenv("RESIDENTD_CUDA_LIBRARY");
+}
+
 int main(void)
 {
 	static const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_answer),
+		cmocka_unit_test(test_cancelled_when_the_card_goes),
+		cmocka_unit_test(test_no_card_without_a_model),
 		cmocka_unit_test(test_session_drops_thought),
 		cmocka_unit_test(test_clone),
 		cmocka_unit_test(test_memory_is_bounded),
