@@ -1020,7 +1020,7 @@ static void test_cancelled_when_the_card_goes(void **state)
 	struct engine_request *r;
 	struct fixture f;
 	char text[4000] = "";
-	struct mail *m;
+	struct mail *m, *next;
 
 	(void)state;
 	if (!emu_library()) {
@@ -1036,13 +1036,15 @@ static void test_cancelled_when_the_card_goes(void **state)
 	r = request_new(&f, NULL, user(text), 1, false, false);
 	engine_post(f.engine, &r->mail);
 	m = mailbox_take_all(&f.mail, true);
-	assert_int_equal(m->kind, EVENT_PROGRESS);
+	for (; m; m = next) {
+		next = m->next;
+		assert_int_equal(m->kind, EVENT_PROGRESS);
+		engine_event_free((struct engine_event *)m);
+	}
 	engine_suspend(f.engine);
 	atomic_store(&r->cancel, true);
 	engine_wake(f.engine);
 	for (bool suspended = false, done = false; !suspended || !done;) {
-		struct mail *next;
-
 		m = mailbox_take_all(&f.mail, true);
 		for (; m; m = next) {
 			next = m->next;
