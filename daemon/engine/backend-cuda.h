@@ -28,7 +28,7 @@ struct backend_cuda {
 	const struct model *model;
 	size_t batch_tok;
 	const struct backend_batch *batch; /* at hand */
-	uint64_t n_batches; /* that were computed */
+	uint64_t n_batches;                /* that were computed */
 	int error;                         /* < 0: the card is lost; error_text says why */
 	char error_text[256];
 	uint64_t looked_us; /* at how much of the card is free */
