@@ -109,8 +109,8 @@ struct resident_availability {
 
 /* What the service knows of a GPU; strings are NULL where it knows nothing. */
 struct resident_gpu {
-	const char *state; /* "none", "active", "degraded": the CPU computes what it should, for now */
-	const char *why;                        /* it is not active; one line for people */
+	const char *state; /* "none", "active", "degraded": the CPU computes in its place */
+	const char *why;   /* it is not active; one line for people */
 	const char *name, *driver, *capability; /* driver, capability: of CUDA, "12.2", "8.6" */
 	const char *code;                       /* of its kernels: "binary", "ptx", "emulator" */
 	bool emulator;                          /* no GPU at all: its speed means nothing */

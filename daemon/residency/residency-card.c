@@ -263,6 +263,7 @@ static uint32_t take_hottest(struct residency *r)
 static void promote(struct residency *r)
 {
 	struct residency_card *c = r->card;
+	uint32_t refused = 0; /* classes of which the hottest was not worth a place: no other is */
 
 	for (unsigned n = 0; c->n_candidates > 0 && c->error == 0;) {
 		uint32_t block = take_hottest(r);
@@ -275,8 +276,10 @@ static void promote(struct residency *r)
 			residency_card_offer(r, block);
 			break;
 		}
-		if (!room && !pays(r, block))
+		if (!room && (refused >> vram_class(c->vram, block) & 1 || !pays(r, block))) {
+			refused |= UINT32_C(1) << vram_class(c->vram, block);
 			continue;
+		}
 		n += fetch(r, block, true) == 0;
 	}
 }
