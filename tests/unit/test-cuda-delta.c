@@ -12,8 +12,7 @@
 #include "tests/test.h"
 
 #include "kernels/cuda/args.h"
-#include "kernels/cuda/driver.h"
-#include "tests/emu/library.h"
+#include "tests/unit/cuda.h"
 #include "tests/unit/kernels.h"
 
 #include <math.h>
@@ -22,57 +21,7 @@
 #define N_SPANS 3
 #define OFFSET  5 /* of the convolution's state, which is not touched */
 
-/* The device. */
-
-#define BUFFERS_MAX 32
-
-static struct cuda_driver *gpu;
-static void *buffers[BUFFERS_MAX];
-static size_t n_buffers;
-
-#define GPU_OR_SKIP()                                                                             \
-	if (!gpu) {                                                                               \
-		skip_because("no emulator was built, and RESIDENTD_CUDA_LIBRARY names no other"); \
-		return;                                                                           \
-	}
-
-static void assert_done(int r)
-{
-	if (r < 0)
-		fail_msg("%s (%s)", cuda_error(gpu), strerror(-r));
-}
-
-/* On the device until buffers_free(): a copy of x, or not-a-numbers. */
-static void *put(const void *x, size_t bytes)
-{
-	void *p;
-
-	assert_true(n_buffers < BUFFERS_MAX);
-	assert_done(cuda_alloc(gpu, bytes, &p));
-	buffers[n_buffers++] = p;
-	if (x)
-		assert_done(cuda_upload(gpu, p, x, bytes, NULL));
-	else
-		assert_done(cuda_fill(gpu, p, 0xff, bytes, NULL));
-	return p;
-}
-
-/* The caller frees. */
-static float *get_floats(const float *p, size_t n)
-{
-	float *x = new_bytes(n * sizeof(*x));
-
-	assert_done(cuda_download(gpu, x, p, n * sizeof(*x), NULL));
-	return x;
-}
-
-static void buffers_free(void)
-{
-	while (n_buffers)
-		cuda_free(gpu, buffers[--n_buffers]);
-}
-
-static void assert_close(const float *got, const float *want, size_t n, double bound)
+static void assert_all_close(const float *got, const float *want, size_t n, double bound)
 {
 	for (size_t i = 0; i < n; i++)
 		if (!(fabs((double)got[i] - (double)want[i]) <= bound))
@@ -247,7 +196,7 @@ static void run_check(const struct run *r, const struct batch *b, const float *w
 		if (s < N_SPANS && row == b->row[s] + b->shape.n_tok[s])
 			s++;
 		if (s < N_SPANS && row >= b->row[s])
-			assert_close(out + row * n, want + row * n, n, BOUND);
+			assert_all_close(out + row * n, want + row * n, n, BOUND);
 		else
 			for (size_t i = 0; i < n; i++)
 				assert_true(isnan(out[row * n + i]));
@@ -256,7 +205,7 @@ static void run_check(const struct run *r, const struct batch *b, const float *w
 		_cleanup_(freep) float *after = get_floats(r->states[s], b->n_state);
 
 		assert_memory_equal(after, b->states[s], OFFSET * sizeof(*after));
-		assert_close(after, b->states[s], b->n_state, BOUND);
+		assert_all_close(after, b->states[s], b->n_state, BOUND);
 	}
 }
 
@@ -411,28 +360,6 @@ static void test_causal(void **state)
 		buffers_free();
 	}
 	batch_done(&b);
-}
-
-static int open_device(void **state)
-{
-	const char *library = getenv("RESIDENTD_CUDA_LIBRARY") ?: emu_library();
-	char *error = NULL;
-	(void)state;
-
-	if (library && cuda_open(library, 0, cuda_images, cuda_n_images, &gpu, &error) < 0) {
-		print_error("%s: %s\n", library, error);
-		free(error);
-		return -1;
-	}
-	return 0;
-}
-
-static int close_device(void **state)
-{
-	(void)state;
-
-	gpu = cuda_close(gpu);
-	return 0;
 }
 
 int main(void)
