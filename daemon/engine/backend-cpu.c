@@ -19,8 +19,6 @@
  * small enough to balance.
  */
 #define PIECE_WEIGHT_BYTES 65536
-/* Columns of one piece: their activations stay in the second-level cache while the rows pass. */
-#define PIECE_COLS         128
 /* Elementwise work below this many floats is not worth a second thread. */
 #define PIECE_FLOATS       16384
 #define PIECE_CHANNELS     256
@@ -205,13 +203,14 @@ static void matmul_piece(void *arg, size_t i, unsigned thread)
 {
 	const struct matmul_job *j = arg;
 	size_t n_rows = j->w->ne[1];
-	size_t r0 = i / j->col_pieces * j->rows, c0 = i % j->col_pieces * PIECE_COLS;
-	size_t rows = MIN(j->rows, n_rows - r0), cols = MIN((size_t)PIECE_COLS, j->n_cols - c0);
+	size_t piece = j->c->tiles.l2_cols, c0 = i % j->col_pieces * piece;
+	size_t r0 = i / j->col_pieces * j->rows;
+	size_t rows = MIN(j->rows, n_rows - r0), cols = MIN(piece, j->n_cols - c0);
 
 	(void)thread;
 	j->c->k->matmul[j->w->type](j->w->ne[0], (const char *)j->w->data + r0 * j->w_stride,
 				    j->w_stride, rows, j->act + c0 * j->act_stride, j->act_stride,
-				    cols, j->y + c0 * n_rows + r0, n_rows);
+				    cols, j->y + c0 * n_rows + r0, n_rows, &j->c->tiles);
 }
 
 /* Rows of a piece, a multiple of 8 so that kernels can take several at once. */
@@ -238,7 +237,7 @@ static int cpu_matmul(struct backend *b, const struct gguf_tensor *w, const floa
 		return -ENOMEM;
 	j.rows = cpu_matmul_rows(j.w_stride);
 	j.row_pieces = n_pieces(w->ne[1], j.rows);
-	j.col_pieces = n_pieces(n_tok, PIECE_COLS);
+	j.col_pieces = n_pieces(n_tok, c->tiles.l2_cols);
 	cpu_run(c, j.row_pieces * j.col_pieces, matmul_piece, &j);
 	/* y may be where the kept input came from. */
 	if (c->kept.x && y < c->kept.x + c->kept.n_tok * c->kept.width &&
@@ -320,6 +319,24 @@ static int cpu_copy_rows(struct backend *b, const float *x, size_t x_stride, siz
 	struct rows_job j = { .a = x, .y = y, .n = n_rows, .width = width, .a_stride = x_stride };
 
 	run_rows(cpu_of(b), &j, copy_piece);
+	return 0;
+}
+
+static void bias_piece(void *arg, size_t i, unsigned thread)
+{
+	const struct rows_job *j = arg;
+
+	(void)thread;
+	for (size_t t = i * j->piece; t < MIN((i + 1) * j->piece, j->n); t++)
+		j->c->k->add_scaled(j->y + t * j->width, j->b, 1.0f, j->width);
+}
+
+static int cpu_add_bias(struct backend *b, const struct gguf_tensor *w, float *x, size_t n_rows,
+			size_t width)
+{
+	struct rows_job j = { .b = w->data, .y = x, .n = n_rows, .width = width };
+
+	run_rows(cpu_of(b), &j, bias_piece);
 	return 0;
 }
 
@@ -421,7 +438,7 @@ static int cpu_scalar_gate(struct backend *b, const struct gguf_tensor *w, const
 		float *row = x + t * x_width, s;
 
 		c->k->matmul[QUANT_F32](width, w->data, width * sizeof(float), 1, in + t * width,
-					width * sizeof(float), 1, &s, 1);
+					width * sizeof(float), 1, &s, 1, &c->tiles);
 		s = sigmoid(s);
 		for (size_t i = 0; i < x_width; i++)
 			row[i] *= s;
@@ -433,57 +450,47 @@ static int cpu_scalar_gate(struct backend *b, const struct gguf_tensor *w, const
 
 struct rope_job {
 	const struct backend_cpu *c;
+	const struct backend_rope *p;
 	const struct backend_span *span;
 	float *x;
-	const float *freq;
 	float *cs; /* n_rot a row */
-	size_t stride, n_head, dim, n_rot;
+	size_t stride, n_head, dim;
 };
 
 static void rope_piece(void *arg, size_t i, unsigned thread)
 {
 	const struct rope_job *j = arg;
-	float *x = j->x + (j->span->row + i) * j->stride, *cs = j->cs + i * j->n_rot;
+	const struct backend_rope *p = j->p;
+	float *x = j->x + (j->span->row + i) * j->stride, *cs = j->cs + i * p->n_rot;
 
 	(void)thread;
-	for (size_t k = 0; k < j->n_rot / 2; k++) {
+	for (size_t k = 0; k < p->n_rot / 2; k++) {
 		/*
 		 * The angle in float, as the models were trained with; its sine and cosine exactly.
 		 */
-		double angle = (double)((float)(j->span->pos + i) * j->freq[k]);
+		double angle = (double)((float)(j->span->pos + i) * p->freq[k]);
 
-		cs[2 * k] = (float)cos(angle);
-		cs[2 * k + 1] = (float)sin(angle);
+		cs[2 * k] = (float)cos(angle) * p->mscale;
+		cs[2 * k + 1] = (float)sin(angle) * p->mscale;
 	}
 	for (size_t h = 0; h < j->n_head; h++)
-		j->c->k->rope_neox(x + h * j->dim, cs, j->n_rot);
+		(p->pairs ? j->c->k->rope_norm : j->c->k->rope_neox)(x + h * j->dim, cs, p->n_rot);
 }
 
-static int cpu_rope(struct backend *b, float *x, size_t stride, size_t n_head, size_t dim,
-		    size_t n_rot, float freq_base)
+static int cpu_rope(struct backend *b, const struct backend_rope *p, float *x, size_t stride,
+		    size_t n_head, size_t dim)
 {
 	struct backend_cpu *c = cpu_of(b);
 	const struct backend_span *spans = c->batch->spans;
-	float *freq;
 
 	cpu_drop(c);
-	freq = cpu_take(c, n_rot / 2, sizeof(float));
-	if (!freq)
-		return -ENOMEM;
-	for (size_t k = 0; k < n_rot / 2; k++)
-		freq[k] = (float)pow((double)freq_base, -2.0 * (double)k / (double)n_rot);
 	for (size_t s = 0; s < c->batch->n_spans; s++) {
-		struct rope_job j = { .c = c,
-				      .span = &spans[s],
-				      .x = x,
-				      .freq = freq,
-				      .stride = stride,
-				      .n_head = n_head,
-				      .dim = dim,
-				      .n_rot = n_rot };
+		struct rope_job j = {
+			.c = c, .p = p, .span = &spans[s], .x = x, .stride = stride, .n_head = n_head, .dim = dim
+		};
 		size_t top = c->top;
 
-		j.cs = cpu_take(c, spans[s].n_tok, n_rot * sizeof(float));
+		j.cs = cpu_take(c, spans[s].n_tok, p->n_rot * sizeof(float));
 		if (!j.cs)
 			return -ENOMEM;
 		cpu_run(c, spans[s].n_tok, rope_piece, &j);
@@ -509,8 +516,8 @@ struct attn_job {
 	const struct attn_span *spans;
 	const size_t *span_of_row;
 	const float *q, *k, *v;
-	float *out, *scores;
-	size_t score_stride;
+	float *out, *scratch;
+	size_t scratch_stride;
 	bool f16;
 };
 
@@ -548,32 +555,47 @@ static void store_piece(void *arg, size_t row, unsigned thread)
 static void attend_piece(void *arg, size_t i, unsigned thread)
 {
 	const struct attn_job *j = arg;
-	size_t row = i / j->p->n_head, head = i % j->p->n_head;
+	const struct backend_attn *p = j->p;
+	size_t row = i / p->n_head_kv, kv_head = i % p->n_head_kv, n_q = p->n_head / p->n_head_kv;
 	const struct attn_span *s = &j->spans[j->span_of_row[row]];
-	size_t n_kv = s->span->pos + (row - s->span->row) + 1;
-	const void **k_pages = head_pages(s, head / (j->p->n_head / j->p->n_head_kv));
+	const void **k_pages = head_pages(s, kv_head);
+	const float *sinks = p->sinks ? p->sinks->data : NULL;
 
-	j->c->k->attention(j->q + i * j->p->k_dim, k_pages, k_pages + s->n_pages, KV_PAGE_TOK, n_kv,
-			   j->p->k_dim, j->p->v_dim, j->f16, j->p->scale,
-			   j->scores + thread * j->score_stride, j->out + i * j->p->v_dim);
+	j->c->k->attention(
+		&(struct cpu_attention){ .q = j->q + (row * p->n_head + kv_head * n_q) * p->k_dim,
+					 .out = j->out + (row * p->n_head + kv_head * n_q) * p->v_dim,
+					 .n_rows = 1,
+					 .n_q = n_q,
+					 .k_pages = k_pages,
+					 .v_pages = k_pages + s->n_pages,
+					 .page_tok = KV_PAGE_TOK,
+					 .k_dim = p->k_dim,
+					 .v_dim = p->v_dim,
+					 .pos = s->span->pos + (row - s->span->row),
+					 .window = p->window,
+					 .kv_f16 = j->f16,
+					 .scale = p->scale,
+					 .sinks = sinks ? sinks + kv_head * n_q : NULL,
+					 .scratch = j->scratch + thread * j->scratch_stride });
 }
 
 /* Fills the address lists; everything lives in one grown block: spans, rows' spans, addresses. */
 static int attn_prepare(struct backend_cpu *c, struct attn_job *j, const struct backend_span *spans,
 			size_t n_spans, size_t n_rows)
 {
-	size_t n_addr = 0, max_kv = 0, row = 0, *span_of_row;
+	size_t n_addr = 0, row = 0, *span_of_row;
 	struct attn_span *as;
 	const void **addr;
 
-	for (size_t s = 0; s < n_spans; s++) {
+	for (size_t s = 0; s < n_spans; s++)
 		n_addr += n_pieces(spans[s].pos + spans[s].n_tok, KV_PAGE_TOK) * 2 * j->p->n_head_kv;
-		max_kv = MAX(max_kv, spans[s].pos + spans[s].n_tok);
-	}
 	as = grow_need(&c->pages,
 		       n_spans * sizeof(*as) + n_rows * sizeof(size_t) + n_addr * sizeof(void *));
-	j->scores = thread_need(c, max_kv, &j->score_stride);
-	if (!as || !j->scores)
+	j->scratch = thread_need(c,
+				 cpu_attention_scratch(CPU_ATTENTION_ROWS,
+						       j->p->n_head / j->p->n_head_kv, j->p->v_dim),
+				 &j->scratch_stride);
+	if (!as || !j->scratch)
 		return -ENOMEM;
 	span_of_row = (size_t *)(as + n_spans);
 	addr = (const void **)(span_of_row + n_rows);
@@ -635,7 +657,7 @@ static int cpu_attention(struct backend *b, const struct backend_attn *p, const 
 	 * arena's precision.
 	 */
 	cpu_run(c, n_rows, store_piece, &j);
-	cpu_run(c, n_rows * p->n_head, attend_piece, &j);
+	cpu_run(c, n_rows * p->n_head_kv, attend_piece, &j);
 	return 0;
 }
 
@@ -794,6 +816,7 @@ static const struct backend_ops cpu_ops = {
 	.copy_rows = cpu_copy_rows,
 	.rms_norm = cpu_rms_norm,
 	.add = cpu_add,
+	.add_bias = cpu_add_bias,
 	.silu_mul = cpu_silu_mul,
 	.sigmoid_mul = cpu_sigmoid_mul,
 	.scalar_gate = cpu_scalar_gate,
@@ -816,6 +839,7 @@ int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, struct backend **r
 		return -ENOMEM;
 	c->base.ops = &cpu_ops;
 	c->k = cpu_kernels_choose(NULL);
+	c->tiles = c->k->tiles;
 	c->pool = pool_new(n_threads);
 	if (!c->pool || scratch_bytes == 0) {
 		cpu_free(&c->base);

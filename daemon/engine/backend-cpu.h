@@ -28,6 +28,7 @@ struct grow {
 struct backend_cpu {
 	struct backend base;
 	const struct cpu_kernels *k;
+	struct cpu_tiles tiles;
 	struct pool *pool;
 	const struct backend_batch *batch; /* at hand */
 	char *arena;

@@ -505,30 +505,27 @@ static int cuda_scalar_gate(struct backend *b, const struct gguf_tensor *w, cons
 	return LAUNCH(c, card_function(c->card, CARD_SCALAR_GATE), n_tok, 1, a);
 }
 
-/* Frequencies of the rope: one table, made anew when a model has another. */
-static int need_freq(struct backend_cuda *c, size_t n_rot, float base)
+/* Frequencies of the rope: one table, sent anew when there is another. */
+static int need_freq(struct backend_cuda *c, const struct backend_rope *p)
 {
-	float freq[CUDA_HEAD_MAX / 2];
 	int r;
 
-	if (c->freq_n_rot == n_rot && c->freq_base == base)
+	if (c->freq_of == p->freq)
 		return 0;
-	assert(n_rot / 2 <= ARRAY_SIZE(freq));
-	for (size_t k = 0; k < n_rot / 2; k++)
-		freq[k] = (float)pow((double)base, -2.0 * (double)k / (double)n_rot);
+	assert(p->n_rot <= CUDA_HEAD_MAX);
 	/* Not a thing to be recorded: it is complete on return. */
 	if (c->graph.recording)
 		return -EAGAIN;
-	r = backend_cuda_check(c, cuda_upload(c->driver, c->freq, freq, n_rot / 2 * sizeof(float), NULL));
+	r = backend_cuda_check(c, cuda_upload(c->driver, c->freq, p->freq,
+					      p->n_rot / 2 * sizeof(float), NULL));
 	if (r < 0)
 		return r;
-	c->freq_n_rot = n_rot;
-	c->freq_base = base;
+	c->freq_of = p->freq;
 	return 0;
 }
 
-static int cuda_rope(struct backend *b, float *x, size_t stride, size_t n_head, size_t dim,
-		     size_t n_rot, float freq_base)
+static int cuda_rope(struct backend *b, const struct backend_rope *p, float *x, size_t stride,
+		     size_t n_head, size_t dim)
 {
 	struct backend_cuda *c = cuda_of(b);
 	const struct cuda_rope a = { .x = x,
@@ -537,12 +534,13 @@ static int cuda_rope(struct backend *b, float *x, size_t stride, size_t n_head, 
 				     .stride = stride,
 				     .n_head = (uint32_t)n_head,
 				     .dim = (uint32_t)dim,
-				     .n_rot = (uint32_t)n_rot,
+				     .n_rot = p->n_rot,
 				     .n_rows = (uint32_t)c->batch->n_rows };
 	int r;
 
 	backend_cuda_drop_kept(c);
-	r = need_freq(c, n_rot, freq_base);
+	assert(!p->pairs && p->mscale == 1.0f); /* card_load() refuses such models */
+	r = need_freq(c, p);
 	if (r < 0)
 		return r;
 	return LAUNCH(c, card_function(c->card, CARD_ROPE), n_head, c->batch->n_rows, a);

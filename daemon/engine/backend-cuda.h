@@ -59,8 +59,7 @@ struct backend_cuda {
 	const uint32_t *span_of_row, *positions;
 	size_t max_kv;
 	float *freq; /* card: of the rope at hand */
-	size_t freq_n_rot;
-	float freq_base;
+	const float *freq_of; /* whose they are; NULL: nobody's */
 
 	/* The layer's choice between moe_route() and moe(). */
 	const struct backend_moe *moe;

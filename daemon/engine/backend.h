@@ -41,12 +41,31 @@ struct backend_moe {
 	const struct gguf_tensor *gate_up; /* fused form instead of gate and up: first n_ff rows gate; else NULL */
 	uint32_t layer;                    /* of the model: whose blocks these are */
 	size_t n_expert, n_used;
+	const struct gguf_tensor *gate_bias, *up_bias, *down_bias; /* F32 [n_ff or n_embd, n_expert]; NULL: none */
+	enum backend_gating {
+		BACKEND_GATING_SOFTMAX, /* over all experts, the chosen ones' renormalised to 1 */
+		BACKEND_GATING_CHOSEN,  /* over the logits of the chosen alone: the same numbers but for rounding */
+	} gating;
+	enum backend_unit {
+		BACKEND_UNIT_SILU, /* silu(gate) * up */
+		BACKEND_UNIT_OAI,  /* swiglu_oai of kernels/cpu/cpu.h */
+	} unit;
+};
+
+/* Angle of pair k at position p: p * freq[k]; cosine and sine times mscale. Arrays are the family's, as long as the model. */
+struct backend_rope {
+	uint32_t n_rot;    /* values that turn, even */
+	const float *freq; /* [n_rot / 2] */
+	float mscale;
+	bool pairs; /* (2 i, 2 i + 1) instead of (i, i + n_rot / 2) */
 };
 
 struct backend_attn {
 	uint32_t kv_layer; /* index among the attention layers */
 	uint32_t n_head, n_head_kv, k_dim, v_dim;
 	float scale;
+	uint32_t window; /* how many positions a row sees, itself among them; 0: all */
+	const struct gguf_tensor *sinks; /* F32 [n_head]; NULL: none */
 };
 
 struct backend_delta {
@@ -85,14 +104,17 @@ struct backend_ops {
 	int (*rms_norm)(struct backend *b, const struct gguf_tensor *w, float eps, const float *x,
 			size_t n_rows, size_t width, float *y);
 	int (*add)(struct backend *b, float *x, const float *y, size_t n); /* x += y */
+	/* x[t] += w (F32 [width]) for n_rows rows: biases. */
+	int (*add_bias)(struct backend *b, const struct gguf_tensor *w, float *x, size_t n_rows,
+			size_t width);
 	int (*silu_mul)(struct backend *b, const float *gate, const float *up, size_t n, float *y);
 	int (*sigmoid_mul)(struct backend *b, float *x, const float *gate, size_t n);
 	/* x[t] *= sigmoid(<w, in[t]>): the shared expert's gate, one scalar a token. */
 	int (*scalar_gate)(struct backend *b, const struct gguf_tensor *w, const float *in,
 			   size_t n_tok, size_t width, float *x, size_t x_width);
-	/* NeoX rope on the first n_rot of each of n_head heads of `dim` values; row stride in floats. */
-	int (*rope)(struct backend *b, float *x, size_t stride, size_t n_head, size_t dim,
-		    size_t n_rot, float freq_base);
+	/* Rope on the first n_rot of each of n_head heads of `dim` values; row stride in floats. */
+	int (*rope)(struct backend *b, const struct backend_rope *p, float *x, size_t stride,
+		    size_t n_head, size_t dim);
 	/* Writes K and V rows into the pages, then attends causally: out[t][head][v_dim]. q: [t][head][k_dim]. */
 	int (*attention)(struct backend *b, const struct backend_attn *p, const float *q,
 			 const float *k, const float *v, float *out);
@@ -100,7 +122,7 @@ struct backend_ops {
 	 * of the layer: conv (kernel-1)*channels floats, then n_head_v*k_dim*v_dim. out: [t][n_head_v][v_dim], before its norm. */
 	int (*delta)(struct backend *b, const struct backend_delta *p, const float *qkv,
 		     const float *alpha, const float *beta, float *out);
-	/* Router softmax over all experts, top n_used, renormalised; what is missing of the chosen experts begins to be read.
+	/* The n_used best by their logits, weighted as p->gating says; what is missing of the chosen experts begins to be read.
 	 * router_logits: [t][n_expert]. Must be followed by moe() of the same layer and batch; other operations may be in between. */
 	int (*moe_route)(struct backend *b, const struct backend_moe *p, const float *router_logits,
 			 size_t n_tok);

@@ -240,6 +240,9 @@ static int check_model(const struct model *m, char **ret_error)
 	if (m->head_dim_max > CUDA_HEAD_MAX)
 		return fail(ret_error, -EOPNOTSUPP, "heads of %" PRIu32 " values, the kernels take %d",
 			    m->head_dim_max, CUDA_HEAD_MAX);
+	if (m->cpu_only)
+		return fail(ret_error, -EOPNOTSUPP, "the model has %s, which no GPU kernel does",
+			    m->cpu_only);
 	for (uint32_t i = 0; i < m->catalog->n_expert_layers; i++) {
 		const struct catalog_layer *l = &m->catalog->layers[m->catalog->expert_layers[i]];
 		const struct gguf_tensor *gate = l->matrix[0], *up = l->matrix[1],

@@ -322,10 +322,11 @@ static void expert_piece(void *arg, size_t i, unsigned thread)
 	size_t r0 = i % j->row_pieces * j->rows, place = j->r->first[b->expert];
 
 	(void)thread;
-	j->c->k->matmul[j->w->type](
-		j->w->ne[0], (const char *)b->matrix[j->matrix] + r0 * j->w_stride, j->w_stride,
-		MIN(j->rows, j->w_rows - r0), j->from.act + place * j->from.stride, j->from.stride,
-		j->r->first[b->expert + 1] - place, j->y + place * j->y_stride + r0, j->y_stride);
+	j->c->k->matmul[j->w->type](j->w->ne[0], (const char *)b->matrix[j->matrix] + r0 * j->w_stride,
+				    j->w_stride, MIN(j->rows, j->w_rows - r0),
+				    j->from.act + place * j->from.stride, j->from.stride,
+				    j->r->first[b->expert + 1] - place,
+				    j->y + place * j->y_stride + r0, j->y_stride, &j->c->tiles);
 }
 
 /* One weight of every block at hand over the places of its expert. */

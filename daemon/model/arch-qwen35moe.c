@@ -36,9 +36,11 @@ struct layer {
 
 struct qwen35moe {
 	uint32_t n_head, n_head_kv, head_dim, n_rot;
+	struct backend_rope rope;
+	float *freq;                                            /* of rope */
 	uint32_t n_head_k, n_head_v, k_dim, v_dim, conv_kernel; /* delta net */
 	uint32_t n_expert, n_used, n_ff, n_ff_shared;
-	float eps, freq_base;
+	float eps;
 	const struct gguf_tensor *embd, *out_norm, *out;
 	struct layer *layers;
 };
@@ -132,15 +134,17 @@ static int load_hparams(struct model *m, struct qwen35moe *q, uint32_t *ret_n_bl
 		r = arch_get_f32(m, "attention.layer_norm_rms_epsilon", false, 1e-12f, 1e-2f,
 				 &q->eps, ret_error);
 	if (r == 0)
-		r = arch_get_f32(m, "rope.freq_base", false, 1.0f, 1e12f, &q->freq_base, ret_error);
-	if (r == 0)
 		r = check_hparams(m, q, value_dim, inner, ret_error);
+	if (r == 0)
+		r = arch_get_rope(m, q->n_rot, &q->freq, &q->rope.mscale, ret_error);
 	if (r < 0)
 		return r;
 	if (n_nextn >= n_block)
 		return fail(ret_error, -EBADMSG,
 			    "%s: nextn_predict_layers %" PRIu32 " leaves no layer of %" PRIu32,
 			    m->path, n_nextn, n_block);
+	q->rope.n_rot = q->n_rot;
+	q->rope.freq = q->freq;
 	q->v_dim = inner / q->n_head_v;
 	m->n_layer = n_block - n_nextn;
 	m->n_expert_used = q->n_used;
@@ -334,6 +338,7 @@ static void qwen35moe_unload(struct model *m)
 
 	if (!q)
 		return;
+	free(q->freq);
 	free(q->layers);
 	free(q);
 	m->arch_data = NULL;
@@ -371,9 +376,9 @@ static int forward_attention(struct graph *g, const struct qwen35moe *q, const s
 		r = graph_rms_norm(g, l->k_norm, q->eps, k, q->n_head_kv, dim, k);
 	/* The three MRoPE axes are equal for text, so their interleaving does not matter. */
 	if (r == 0)
-		r = ops->rope(b, query, n_q, q->n_head, dim, q->n_rot, q->freq_base);
+		r = ops->rope(b, &q->rope, query, n_q, q->n_head, dim);
 	if (r == 0)
-		r = ops->rope(b, k, n_kv, q->n_head_kv, dim, q->n_rot, q->freq_base);
+		r = ops->rope(b, &q->rope, k, n_kv, q->n_head_kv, dim);
 	if (r == 0)
 		r = ops->attention(b, &p, query, k, v, o);
 	if (r == 0)

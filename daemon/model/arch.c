@@ -13,6 +13,7 @@
 #include "daemon/model/model.h"
 
 #include <inttypes.h>
+#include <math.h>
 
 static const struct arch *const table[] = {
 	&arch_qwen35moe,
@@ -78,6 +79,24 @@ int arch_get_f32(const struct model *m, const char *key, bool optional, float lo
 		return fail(ret_error, -EBADMSG, "%s: key '%s' is %g, not between %g and %g",
 			    m->path, full, (double)v, (double)lo, (double)hi);
 	*value = v;
+	return 0;
+}
+
+int arch_get_rope(const struct model *m, uint32_t n_rot, float **ret_freq, float *ret_mscale,
+		  char **ret_error)
+{
+	float base, *freq;
+	int r = arch_get_f32(m, "rope.freq_base", false, 1.0f, 1e12f, &base, ret_error);
+
+	if (r < 0)
+		return r;
+	freq = calloc(n_rot / 2, sizeof(*freq));
+	if (!freq)
+		return fail(ret_error, -ENOMEM, "%s: no memory", m->path);
+	for (size_t k = 0; k < n_rot / 2; k++)
+		freq[k] = (float)pow((double)base, -2.0 * (double)k / (double)n_rot);
+	*ret_freq = freq;
+	*ret_mscale = 1.0f;
 	return 0;
 }
 

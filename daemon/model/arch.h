@@ -47,4 +47,12 @@ struct arch_tensor {
 int arch_bind(const struct model *m, int64_t layer, const struct arch_tensor *list, size_t n,
 	      char **ret_error);
 
-extern const struct arch arch_qwen35moe;
+/*
+ * Angles of rope for the metadata rope.{freq_base, scaling.type, scaling.factor, scaling.original_context_length, ...} and the tensor
+ * rope_freqs.weight, where they are there: what backend.h wants, *freq allocated ([n_rot / 2], the caller's). -EBADMSG, -EOPNOTSUPP for an
+ * unknown kind of scaling, -ENOMEM. Source of YaRN: arXiv 2309.00071.
+ */
+int arch_get_rope(const struct model *m, uint32_t n_rot, float **ret_freq, float *ret_mscale,
+		  char **ret_error);
+
+extern const struct arch arch_qwen35moe, arch_qwen35, arch_qwen3moe, arch_qwen3, arch_llama, arch_gpt_oss;

@@ -669,8 +669,9 @@ INLINE void matmul(enum quant_type type, size_t n, const void *weights, size_t w
 	}                                                                                      \
 	void avx2_matmul_##suffix(size_t n, const void *w, size_t w_stride, size_t n_rows,     \
 				  const void *act, size_t act_stride, size_t n_cols, float *y, \
-				  size_t y_stride)                                             \
+				  size_t y_stride, const struct cpu_tiles *tiles)              \
 	{                                                                                      \
+		(void)tiles;                                                                   \
 		matmul(type, n, w, w_stride, n_rows, act, act_stride, n_cols, y, y_stride);    \
 	}
 

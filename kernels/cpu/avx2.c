@@ -213,95 +213,24 @@ static void f16_to_f32(const uint16_t *x, float *y, size_t n)
 	avx2_dequant_f16(x, y, n);
 }
 
-/*
- * Attention: scores of all positions, softmax, then values a few vectors at a time, so that their
- * sums stay in registers.
- */
-
-INLINE float dot_kv(enum quant_type type, const float *q, const uint8_t *k, size_t dim)
+static void swiglu_oai(const float *gate, const float *up, float *y, size_t n)
 {
-	__m256 acc[4];
-	size_t i = 0;
-	float sum;
-
-	zero(acc, 4);
-	for (; i + 4 * LANES <= dim; i += 4 * LANES) {
-		UNROLL
-		for (size_t a = 0; a < 4; a++)
-			acc[a] = _mm256_fmadd_ps(load_ps(q + i + a * LANES),
-						 load_8(type, elem(type, k, i + a * LANES)), acc[a]);
-	}
-	sum = hsum(_mm256_add_ps(_mm256_add_ps(acc[0], acc[1]), _mm256_add_ps(acc[2], acc[3])));
-	for (; i < dim; i++)
-		sum += q[i] * load_1(type, elem(type, k, i));
-	return sum;
+	cpu_kernels_ref.swiglu_oai(gate, up, y, n);
 }
 
-/* out[0 .. 8 * nv) for values that start `first` elements into each position. */
-INLINE void sum_values(enum quant_type type, const float *p, const void *const *pages,
-		       size_t page_tok, size_t n_kv, size_t dim, size_t first, size_t nv, float *out)
+static void rope_norm(float *x, const float *cs, size_t n_rot)
 {
-	__m256 acc[8];
-
-	zero(acc, nv);
-	for (size_t t0 = 0; t0 < n_kv; t0 += page_tok) {
-		const uint8_t *v = elem(type, pages[t0 / page_tok], first);
-
-		for (size_t t = t0; t < MIN(t0 + page_tok, n_kv); t++, v = elem(type, v, dim)) {
-			__m256 weight = splat(p[t]);
-
-			UNROLL
-			for (size_t a = 0; a < nv; a++)
-				acc[a] = _mm256_fmadd_ps(
-					weight, load_8(type, elem(type, v, a * LANES)), acc[a]);
-		}
-	}
-	UNROLL
-	for (size_t a = 0; a < nv; a++)
-		store_ps(out + a * LANES, acc[a]);
+	cpu_kernels_ref.rope_norm(x, cs, n_rot);
 }
 
-INLINE float sum_value(enum quant_type type, const float *p, const void *const *pages,
-		       size_t page_tok, size_t n_kv, size_t dim, size_t i)
+static void top_k(float *x, size_t n, size_t k, uint32_t *index)
 {
-	float sum = 0;
-
-	for (size_t t = 0; t < n_kv; t++)
-		sum += p[t] * load_1(type, elem(type, pages[t / page_tok], t % page_tok * dim + i));
-	return sum;
+	cpu_kernels_ref.top_k(x, n, k, index);
 }
 
-INLINE void attend(enum quant_type type, const float *q, const void *const *k_pages,
-		   const void *const *v_pages, size_t page_tok, size_t n_kv, size_t k_dim,
-		   size_t v_dim, float scale, float *scores, float *out)
+static void attention(const struct cpu_attention *a)
 {
-	size_t i = 0;
-
-	for (size_t t0 = 0; t0 < n_kv; t0 += page_tok) {
-		const uint8_t *k = k_pages[t0 / page_tok];
-
-		for (size_t t = t0; t < MIN(t0 + page_tok, n_kv); t++, k = elem(type, k, k_dim))
-			scores[t] = dot_kv(type, q, k, k_dim) * scale;
-	}
-
-	softmax(scores, n_kv);
-
-	for (; i + 8 * LANES <= v_dim; i += 8 * LANES)
-		sum_values(type, scores, v_pages, page_tok, n_kv, v_dim, i, 8, out + i);
-	for (; i + LANES <= v_dim; i += LANES)
-		sum_values(type, scores, v_pages, page_tok, n_kv, v_dim, i, 1, out + i);
-	for (; i < v_dim; i++)
-		out[i] = sum_value(type, scores, v_pages, page_tok, n_kv, v_dim, i);
-}
-
-static void attention(const float *q, const void *const *k_pages, const void *const *v_pages,
-		      size_t page_tok, size_t n_kv, size_t k_dim, size_t v_dim, bool kv_f16,
-		      float scale, float *scores, float *out)
-{
-	if (kv_f16)
-		attend(QUANT_F16, q, k_pages, v_pages, page_tok, n_kv, k_dim, v_dim, scale, scores, out);
-	else
-		attend(QUANT_F32, q, k_pages, v_pages, page_tok, n_kv, k_dim, v_dim, scale, scores, out);
+	cpu_kernels_ref.attention(a);
 }
 
 /* The four taps of eight channels: w[c * 4 + k] to taps[k]. */
@@ -484,7 +413,7 @@ static void decayed_products(float *P, const float *a, size_t a_stride, const fl
 
 		avx2_matmul_f32(k_dim, k, k_stride * sizeof(float), i1, a + i0 * a_stride,
 				a_stride * sizeof(float), i1 - i0, P + i0 * CPU_DELTA_CHUNK,
-				CPU_DELTA_CHUNK);
+				CPU_DELTA_CHUNK, NULL);
 		for (size_t i = i0; i < i1; i++) {
 			float *row = P + i * CPU_DELTA_CHUNK, decay[CPU_DELTA_CHUNK] = { 0 };
 			size_t used = i + diagonal;
@@ -570,6 +499,7 @@ static void delta_chunk(float *S, const float *q, size_t q_stride, const float *
 
 const struct cpu_kernels cpu_kernels_avx2 = {
 	.name = "avx2",
+	.tiles = { .reg_cols = 4, .l1_rows = 16, .l2_cols = 128 },
 	.dequant = {
 		[QUANT_F32] = avx2_dequant_f32,
 		[QUANT_F16] = avx2_dequant_f16,
@@ -603,9 +533,12 @@ const struct cpu_kernels cpu_kernels_avx2 = {
 	.l2_norm = l2_norm,
 	.add_scaled = add_scaled,
 	.silu_mul = silu_mul,
+	.swiglu_oai = swiglu_oai,
 	.sigmoid_mul = sigmoid_mul,
 	.softmax = softmax,
 	.rope_neox = rope_neox,
+	.rope_norm = rope_norm,
+	.top_k = top_k,
 	.attention = attention,
 	.f32_to_f16 = f32_to_f16,
 	.f16_to_f32 = f16_to_f32,

@@ -16,11 +16,39 @@
  * quantised models agree with it to float noise (facts of the peer: otherwise its own 8-bit activations dominate). */
 enum quant_type cpu_act_type(enum quant_type weight);
 
+/*
+ * How a product is cut, found by measuring once (tune.c). Any value of the ranges gives the same bits: only shapes decide how a
+ * number is computed.
+ */
+struct cpu_tiles {
+	unsigned reg_cols; /* 8, 4, 3 or 2: columns that share what is unpacked of a weight in registers */
+	unsigned l1_rows;  /* 4 to 64: rows of weights that stay in the first cache while columns pass */
+	unsigned l2_cols;  /* 16 to 512, a multiple of 16: columns whose activations stay in the second cache while rows pass; the backend's pieces */
+};
+
+/* The queries of n_rows consecutive positions for the heads that share one key/value head. */
+struct cpu_attention {
+	const float *q; /* row i, head h: [i * q_stride + h * k_dim] */
+	float *out;     /* row i, head h: [i * out_stride + h * v_dim]; not q */
+	size_t q_stride, out_stride; /* floats */
+	size_t n_rows, n_q;          /* n_q: query heads of this key/value head */
+	const void *const *k_pages, *const *v_pages; /* [page_tok][dim] each, f16 if kv_f16, else f32 */
+	size_t page_tok, k_dim, v_dim;
+	size_t pos;    /* of row 0. Row i sees positions [max(0, pos + i + 1 - window), pos + i] */
+	size_t window; /* 0: all before it */
+	bool kv_f16;
+	float scale;
+	const float *sinks; /* n_q logits that take part in the softmax and have no value; NULL: none */
+	float *scratch;     /* cpu_attention_scratch(n_rows, n_q, v_dim) floats, of the calling thread */
+};
+#define CPU_ATTENTION_ROWS 16 /* n_rows at most */
+
 /* One chunk (n_tok <= CPU_DELTA_CHUNK) of the gated delta rule for one value head. */
 #define CPU_DELTA_CHUNK 64
 
 struct cpu_kernels {
-	const char *name; /* "ref", "avx2" */
+	const char *name; /* "ref", "avx2", "avx512", "neon" */
+	struct cpu_tiles tiles; /* a good choice where nothing is measured */
 
 	/* y[i] = value of element i of a row of n elements. Indexed by weight type; NULL where there is no kernel. */
 	void (*dequant[QUANT_TYPE_MAX])(const void *row, float *y, size_t n);
@@ -29,11 +57,12 @@ struct cpu_kernels {
 	/*
 	 * y[c * y_stride + r] = <weight row r, activation column c>, 0 <= r < n_rows, 0 <= c < n_cols.
 	 * n: row length in elements (a multiple of the block); w_stride, act_stride in bytes; y_stride in floats.
-	 * Indexed by weight type; act is in cpu_act_type(type).
+	 * Indexed by weight type; act is in cpu_act_type(type). How the y of column c is computed depends on n and on how many columns its group
+	 * of sixteen has (c rounded down to sixteen, up to n_cols), not on rows and tiles. tiles: NULL for the table's own.
 	 */
 	void (*matmul[QUANT_TYPE_MAX])(size_t n, const void *w, size_t w_stride, size_t n_rows,
 				       const void *act, size_t act_stride, size_t n_cols, float *y,
-				       size_t y_stride);
+				       size_t y_stride, const struct cpu_tiles *tiles);
 
 	/* y = x * rsqrt(mean(x^2) + eps) * w; w may be NULL (all ones); y may be x. */
 	void (*rms_norm)(const float *x, const float *w, float eps, float *y, size_t n);
@@ -43,6 +72,8 @@ struct cpu_kernels {
 	void (*add_scaled)(float *x, const float *y, float scale, size_t n);
 	/* y[i] = silu(gate[i]) * up[i]; y may be gate or up. */
 	void (*silu_mul)(const float *gate, const float *up, float *y, size_t n);
+	/* The gated unit of gpt-oss: g = min(gate, 7), u = clamp(up, -7, 7), y = g * sigmoid(1.702 g) * (u + 1); y may be gate or up. */
+	void (*swiglu_oai)(const float *gate, const float *up, float *y, size_t n);
 	/* x[i] *= sigmoid(gate[i]) */
 	void (*sigmoid_mul)(float *x, const float *gate, size_t n);
 	/* In place softmax over n values. */
@@ -50,14 +81,12 @@ struct cpu_kernels {
 	/* NeoX rope in place on the first n_rot (even) of head_dim values: pair (i, i + n_rot/2), angle
 	 * pos * freq[i], cos/sin given: cs[2*i] = cos, cs[2*i+1] = sin for i < n_rot/2. */
 	void (*rope_neox)(float *x, const float *cs, size_t n_rot);
-	/*
-	 * Attention of one query head vector over a list of KV pages: out[v_dim] = softmax(scale * q.k) v.
-	 * k_pages[p], v_pages[p] point at [page_tok][dim] of f32 or f16 (kv_f16); n_kv valid positions in all
-	 * (the last page may be partly used). scores: scratch of n_kv floats.
-	 */
-	void (*attention)(const float *q, const void *const *k_pages, const void *const *v_pages,
-			  size_t page_tok, size_t n_kv, size_t k_dim, size_t v_dim, bool kv_f16,
-			  float scale, float *scores, float *out);
+	/* The same for pairs (2 i, 2 i + 1), as llama's converted weights want it. */
+	void (*rope_norm)(float *x, const float *cs, size_t n_rot);
+	/* The k <= n indices of the largest x, largest first, of equals the lower index first. Not-a-number is below everything. x is destroyed. */
+	void (*top_k)(float *x, size_t n, size_t k, uint32_t *index);
+	/* Causal attention in flash form: online softmax, every key and value read once for all heads and rows that share it. */
+	void (*attention)(const struct cpu_attention *a);
 	/* f32 -> f16 (round to nearest even) and back. */
 	void (*f32_to_f16)(const float *x, uint16_t *y, size_t n);
 	void (*f16_to_f32)(const uint16_t *x, float *y, size_t n);
@@ -87,13 +116,16 @@ struct cpu_kernels {
 };
 
 size_t cpu_delta_scratch(size_t k_dim, size_t v_dim);
+size_t cpu_attention_scratch(size_t n_rows, size_t n_q, size_t v_dim);
 
 extern const struct cpu_kernels cpu_kernels_ref;
 #if defined(__x86_64__)
 extern const struct cpu_kernels cpu_kernels_avx2;
+#elif defined(__aarch64__)
+extern const struct cpu_kernels cpu_kernels_neon;
 #endif
 
-/* The best table this CPU runs; the environment RESIDENTD_CPU ("ref", "avx2") overrides it (unknown or unsupported
+/* The best table this CPU runs; the environment RESIDENTD_CPU ("ref", "avx2", "avx512", "neon") overrides it (unknown or unsupported
  * names are ignored, and *ret_note, if not NULL, then says so: a static string). Decided anew at each call. */
 const struct cpu_kernels *cpu_kernels_choose(const char **ret_note);
 

@@ -32,6 +32,12 @@ size_t cpu_delta_scratch(size_t k_dim, size_t v_dim)
 	return CPU_DELTA_CHUNK * v_dim + 2 * CPU_DELTA_CHUNK * CPU_DELTA_CHUNK;
 }
 
+/* A row of tiles' maxima and sums, and the weights of a tile of 64 positions, for every query; rounded up to lines. */
+size_t cpu_attention_scratch(size_t n_rows, size_t n_q, size_t v_dim)
+{
+	return n_rows * n_q * (v_dim + 64 + 16);
+}
+
 #if defined(__x86_64__)
 static bool have_avx2(void)
 {

@@ -15,11 +15,21 @@ enum quant_type {
 	QUANT_F32 = 0,
 	QUANT_F16 = 1,
 	QUANT_Q4_0 = 2,
+	QUANT_Q4_1 = 3,
+	QUANT_Q5_0 = 6,
+	QUANT_Q5_1 = 7,
 	QUANT_Q8_0 = 8,
+	QUANT_Q2_K = 10,
+	QUANT_Q3_K = 11,
 	QUANT_Q4_K = 12,
 	QUANT_Q5_K = 13,
 	QUANT_Q6_K = 14,
 	QUANT_Q8_K = 15, /* activations only: never in a file that we accept */
+	QUANT_IQ2_XXS = 16,
+	QUANT_IQ2_XS = 17,
+	QUANT_IQ3_XXS = 18,
+	QUANT_IQ4_NL = 20,
+	QUANT_IQ4_XS = 23,
 	QUANT_BF16 = 30,
 	QUANT_MXFP4 = 39,
 	QUANT_TYPE_MAX = 64, /* bound of tables indexed by type */
@@ -46,6 +56,23 @@ struct block_q4_0 {
 	uint8_t qs[QK_0 / 2];
 };
 
+struct block_q4_1 {
+	uint16_t d, m; /* f16 scale and minimum */
+	uint8_t qs[QK_0 / 2];
+};
+
+struct block_q5_0 {
+	uint16_t d;
+	uint8_t qh[QK_0 / 8]; /* fifth bits, little-endian */
+	uint8_t qs[QK_0 / 2];
+};
+
+struct block_q5_1 {
+	uint16_t d, m;
+	uint8_t qh[QK_0 / 8];
+	uint8_t qs[QK_0 / 2];
+};
+
 struct block_q8_0 {
 	uint16_t d;
 	int8_t qs[QK_0];
@@ -54,6 +81,24 @@ struct block_q8_0 {
 struct block_mxfp4 {
 	uint8_t e; /* E8M0 exponent */
 	uint8_t qs[QK_0 / 2];
+};
+
+/* Values of a table of 16 (kernels/cpu/codebook.h). */
+struct block_iq4_nl {
+	uint16_t d;
+	uint8_t qs[QK_0 / 2];
+};
+
+struct block_q2_k {
+	uint8_t scales[QK_K / 16]; /* of 16 elements: scale below, min above */
+	uint8_t qs[QK_K / 4];
+	uint16_t d, dmin;
+};
+
+struct block_q3_k {
+	uint8_t hmask[QK_K / 8], qs[QK_K / 4];
+	uint8_t scales[12]; /* 16 of 6 bits */
+	uint16_t d;
 };
 
 struct block_q4_k {
@@ -75,6 +120,30 @@ struct block_q6_k {
 	uint16_t d;
 };
 
+/* Groups of 8 or 4 elements by index into a codebook (kernels/cpu/codebook.h), with signs and scales. */
+struct block_iq2_xxs {
+	uint16_t d;
+	uint16_t qs[QK_K / 8];
+};
+
+struct block_iq2_xs {
+	uint16_t d;
+	uint16_t qs[QK_K / 8];
+	uint8_t scales[QK_K / 32];
+};
+
+struct block_iq3_xxs {
+	uint16_t d;
+	uint8_t qs[3 * QK_K / 8];
+};
+
+struct block_iq4_xs {
+	uint16_t d;
+	uint16_t scales_h;
+	uint8_t scales_l[QK_K / 64];
+	uint8_t qs[QK_K / 2];
+};
+
 /* Activations that multiply K-quants: 8 bits, one float scale per 256, and sums of 16 for the mins. */
 struct block_q8_k {
 	float d;
@@ -83,7 +152,17 @@ struct block_q8_k {
 };
 
 _Static_assert(sizeof(struct block_q4_0) == 18, "q4_0");
+_Static_assert(sizeof(struct block_q4_1) == 20, "q4_1");
+_Static_assert(sizeof(struct block_q5_0) == 22, "q5_0");
+_Static_assert(sizeof(struct block_q5_1) == 24, "q5_1");
 _Static_assert(sizeof(struct block_q8_0) == 34, "q8_0");
+_Static_assert(sizeof(struct block_iq4_nl) == 18, "iq4_nl");
+_Static_assert(sizeof(struct block_q2_k) == 84, "q2_k");
+_Static_assert(sizeof(struct block_q3_k) == 110, "q3_k");
+_Static_assert(sizeof(struct block_iq2_xxs) == 66, "iq2_xxs");
+_Static_assert(sizeof(struct block_iq2_xs) == 74, "iq2_xs");
+_Static_assert(sizeof(struct block_iq3_xxs) == 98, "iq3_xxs");
+_Static_assert(sizeof(struct block_iq4_xs) == 136, "iq4_xs");
 _Static_assert(sizeof(struct block_mxfp4) == 17, "mxfp4");
 _Static_assert(sizeof(struct block_q4_k) == 144, "q4_k");
 _Static_assert(sizeof(struct block_q5_k) == 176, "q5_k");

@@ -95,7 +95,7 @@ static double best_pass(const struct cpu_kernels *k, enum quant_type type, const
 	for (int pass = 0; pass < PASSES; pass++) {
 		uint64_t t0 = cpu_us(), t1;
 
-		k->matmul[type](ROW, w, stride, n_rows, act, act_stride, n_cols, y, n_rows);
+		k->matmul[type](ROW, w, stride, n_rows, act, act_stride, n_cols, y, n_rows, NULL);
 		t1 = cpu_us();
 		best = MIN(best, (double)MAX(t1 - t0, (uint64_t)1) * 1e-6);
 	}
@@ -154,12 +154,26 @@ static void bench_layers(const struct cpu_kernels *k)
 {
 	enum { DIM = 128, HEAD = 256, N_KV = 4096, REPEAT = 20 };
 	_cleanup_(freep) float *x = random_floats(CPU_DELTA_CHUNK * DIM), *S = random_floats(DIM * DIM);
-	_cleanup_(freep) float *kv = random_floats(N_KV * HEAD), *scores = random_floats(N_KV);
+	_cleanup_(freep) float *kv = random_floats(N_KV * HEAD);
 	_cleanup_(freep) float *scratch = random_floats(cpu_delta_scratch(DIM, DIM)),
-			       *o = random_floats(CPU_DELTA_CHUNK * DIM);
+			       *o = random_floats(CPU_DELTA_CHUNK * DIM),
+			       *tile = random_floats(cpu_attention_scratch(1, 1, HEAD));
 	_cleanup_(freep) uint16_t *half = malloc(N_KV * HEAD * sizeof(*half));
 	float g[CPU_DELTA_CHUNK], beta[CPU_DELTA_CHUNK], out[HEAD];
 	const void *page = half;
+	const struct cpu_attention a = { .q = kv,
+					 .out = out,
+					 .n_rows = 1,
+					 .n_q = 1,
+					 .k_pages = &page,
+					 .v_pages = &page,
+					 .page_tok = N_KV,
+					 .k_dim = HEAD,
+					 .v_dim = HEAD,
+					 .pos = N_KV - 1,
+					 .kv_f16 = true,
+					 .scale = 0.0625f,
+					 .scratch = tile };
 	uint64_t t0, t1, t2, t3;
 
 	if (!half)
@@ -182,7 +196,7 @@ static void bench_layers(const struct cpu_kernels *k)
 			       DIM, scratch);
 	t2 = cpu_us();
 	for (int i = 0; i < REPEAT; i++)
-		k->attention(kv, &page, &page, N_KV, N_KV, HEAD, HEAD, true, 0.0625f, scores, out);
+		k->attention(&a);
 	t3 = cpu_us();
 	printf("%-5s delta rule, head of 128: %.2f us per token in steps, %.2f in chunks; attention, head of 256 over %d f16 "
 	       "positions: %.0f us\n",

@@ -112,7 +112,7 @@ static void product_new(struct product *p, const struct weight_type *type, size_
 	p->act = new_activations(form, x, n, n_cols);
 	p->want = new_floats(n_rows * n_cols);
 	cpu_kernels_ref.matmul[type->type](n, p->w, stride, n_rows, p->act, act_stride, n_cols,
-					   p->want, n_rows);
+					   p->want, n_rows, NULL);
 	p->magnitude = new_magnitudes(type->type, p->w, n, n_rows, p->act, n_cols);
 	p->args = (struct cuda_matmul){ .w = put(p->w, n_rows * stride),
 					.act = put(p->act, n_cols * act_stride),

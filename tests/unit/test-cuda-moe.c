@@ -126,7 +126,7 @@ static void check_hidden(const struct layer *l, size_t slot, const float *hidden
 		return;
 	}
 	cpu_kernels_ref.matmul[l->up->type](l->n_embd, w, l->args.up_stride, n, act, act_stride, 1,
-					    y, n);
+					    y, n, NULL);
 	magnitude = new_magnitudes(l->up->type, w, l->n_embd, n, act, 1);
 	for (size_t i = 0; i < l->n_ff; i++) {
 		double gate = (double)y[i], up = (double)y[l->n_ff + i],
@@ -165,7 +165,7 @@ static void check_out(const struct layer *l, size_t t, const float *hidden, cons
 
 			act = new_activations(form, hidden + slot * l->n_ff, l->n_ff, 1);
 			cpu_kernels_ref.matmul[l->down->type](l->n_ff, w, l->args.down_stride,
-							      l->n_embd, act, 0, 1, y, l->n_embd);
+							      l->n_embd, act, 0, 1, y, l->n_embd, NULL);
 			magnitude = new_magnitudes(l->down->type, w, l->n_ff, l->n_embd, act, 1);
 			part = y;
 		}
@@ -368,7 +368,7 @@ static void check_tiled_reference(const struct tiled *t, const float *y)
 		if (e == ABSENT)
 			continue;
 		cpu_kernels_ref.matmul[t->type->type](t->n, w, t->args.w_stride, n, act,
-						      t->args.act_stride, places[e], want, n);
+						      t->args.act_stride, places[e], want, n, NULL);
 		magnitude = new_magnitudes(t->type->type, w, t->n, n, act, places[e]);
 		for (size_t c = 0; c < places[e]; c++)
 			for (size_t r = 0; r < n; r++)

@@ -389,6 +389,24 @@ static void check_store(struct kv_test *t)
 	assert_memory_equal(stored, t->arena, t->n_pages * a->page_bytes);
 }
 
+/* One query by the reference. */
+static void attend_ref(const float *q, const void *const *k, const void *const *v, size_t page_tok,
+		       size_t n_kv, size_t k_dim, size_t v_dim, bool f16, float scale, float *out)
+{
+	cpu_kernels_ref.attention(&(struct cpu_attention){ .q = q,
+							   .out = out,
+							   .n_rows = 1,
+							   .n_q = 1,
+							   .k_pages = k,
+							   .v_pages = v,
+							   .page_tok = page_tok,
+							   .k_dim = k_dim,
+							   .v_dim = v_dim,
+							   .pos = n_kv - 1,
+							   .kv_f16 = f16,
+							   .scale = scale });
+}
+
 /* |values| < 1, so the bound is 1e-5 of their range. */
 static void check_rows(const struct kv_test *t, const float *q, const float *out)
 {
@@ -399,16 +417,15 @@ static void check_rows(const struct kv_test *t, const float *q, const float *out
 		size_t n = blocks(n_kv, PAGE_TOK);
 		_cleanup_(freep) const void **k = new_bytes(n * sizeof(*k)),
 					    **v = new_bytes(n * sizeof(*v));
-		_cleanup_(freep) float *scores = new_floats(n_kv), *want = new_floats(a->v_dim);
+		_cleanup_(freep) float *want = new_floats(a->v_dim);
 
 		for (uint32_t h = 0; h < a->n_head; h++) {
 			for (size_t p = 0; p < n; p++) {
 				k[p] = kv_at(t, s, p * PAGE_TOK, h / (a->n_head / a->n_head_kv), false);
 				v[p] = kv_at(t, s, p * PAGE_TOK, h / (a->n_head / a->n_head_kv), true);
 			}
-			cpu_kernels_ref.attention(q + (row * a->n_head + h) * a->k_dim, k, v,
-						  PAGE_TOK, n_kv, a->k_dim, a->v_dim, a->f16,
-						  a->scale, scores, want);
+			attend_ref(q + (row * a->n_head + h) * a->k_dim, k, v, PAGE_TOK, n_kv,
+				   a->k_dim, a->v_dim, a->f16, a->scale, want);
 			for (size_t i = 0; i < a->v_dim; i++)
 				assert_close(out[(row * a->n_head + h) * a->v_dim + i], want[i], 2e-5);
 		}
@@ -490,7 +507,7 @@ static void test_attention_long(void **state)
 				    .v_bytes = PAGE_TOK * DIM * 4,
 				    .page_bytes = PAGE_TOK * DIM * 8,
 				    .scale = 2 };
-	_cleanup_(freep) float *arena = NULL, *q = NULL, *scores = NULL;
+	_cleanup_(freep) float *arena = NULL, *q = NULL;
 	struct cuda_span span = { .n_tok = 1, .pos = N_KV - 1, .n_pages = ARRAY_SIZE(pages) };
 	(void)state;
 
@@ -498,7 +515,6 @@ static void test_attention_long(void **state)
 	seed = 7;
 	arena = new_floats(PAGES * PAGE_TOK * DIM * 2);
 	q = new_floats(HEADS * DIM);
-	scores = new_floats(N_KV);
 	for (size_t p = 0; p < ARRAY_SIZE(pages); p++) {
 		pages[p] = random_u32() % (uint32_t)(1 + p * (PAGES - 1) / ARRAY_SIZE(pages));
 		k[p] = arena + pages[p] * PAGE_TOK * DIM * 2;
@@ -523,8 +539,7 @@ static void test_attention_long(void **state)
 			LAUNCH("cuda_attention_join", b, HEADS, 1);
 		out = get_floats(b.out, HEADS * DIM);
 		for (size_t h = 0; h < HEADS; h++) {
-			cpu_kernels_ref.attention(q + h * DIM, k, v, PAGE_TOK, N_KV, DIM, DIM,
-						  false, 2, scores, want);
+			attend_ref(q + h * DIM, k, v, PAGE_TOK, N_KV, DIM, DIM, false, 2, want);
 			for (size_t i = 0; i < DIM; i++)
 				assert_close(out[h * DIM + i], want[i], 2e-5);
 		}
@@ -563,7 +578,7 @@ static void test_attention_infinite(void **state)
 
 	GPU_OR_SKIP();
 	for (size_t i = 0; i < ARRAY_SIZE(cases); i++) {
-		float arena[2][2][PAGE_TOK], q = 1, scores[N_KV], want;
+		float arena[2][2][PAGE_TOK], q = 1, want;
 		const void *k[] = { arena[1][0], arena[0][0] }, *v[] = { arena[1][1], arena[0][1] };
 
 		for (size_t t = 0; t < PAGE_TOK; t++) {
@@ -572,7 +587,7 @@ static void test_attention_infinite(void **state)
 			arena[1][1][t] = 1;
 			arena[0][1][t] = (float)t;
 		}
-		cpu_kernels_ref.attention(&q, k, v, PAGE_TOK, N_KV, 1, 1, false, 1, scores, &want);
+		attend_ref(&q, k, v, PAGE_TOK, N_KV, 1, 1, false, 1, &want);
 		a.base = put(arena, sizeof(arena));
 		span.pages = put(pages, sizeof(pages));
 		a.spans = put(&span, sizeof(span));

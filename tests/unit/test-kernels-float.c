@@ -240,14 +240,25 @@ static void check_attention(const struct cpu_kernels *k, size_t n_kv, size_t k_d
 			    bool f16)
 {
 	struct kv keys = { .f16 = f16 }, values = { .f16 = f16 };
-	_cleanup_(freep) float *q = new_floats(k_dim), *scores = new_floats(n_kv),
-			       *out = new_floats(v_dim);
+	_cleanup_(freep) float *q = new_floats(k_dim), *out = new_floats(v_dim),
+			       *scratch = new_floats(cpu_attention_scratch(1, 1, v_dim));
 	double weight[128], max = -INFINITY, total = 0;
 
 	kv_make(&keys, n_kv, k_dim);
 	kv_make(&values, n_kv, v_dim);
-	k->attention(q, (const void *const *)keys.pages, (const void *const *)values.pages,
-		     PAGE_TOK, n_kv, k_dim, v_dim, f16, 0.5f, scores, out);
+	k->attention(&(struct cpu_attention){ .q = q,
+					      .out = out,
+					      .n_rows = 1,
+					      .n_q = 1,
+					      .k_pages = (const void *const *)keys.pages,
+					      .v_pages = (const void *const *)values.pages,
+					      .page_tok = PAGE_TOK,
+					      .k_dim = k_dim,
+					      .v_dim = v_dim,
+					      .pos = n_kv - 1,
+					      .kv_f16 = f16,
+					      .scale = 0.5f,
+					      .scratch = scratch });
 
 	for (size_t t = 0; t < n_kv; t++) {
 		weight[t] = 0;

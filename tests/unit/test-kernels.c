@@ -512,7 +512,7 @@ static void check_product(const struct cpu_kernels *k, const struct product *p)
 	for (size_t i = 0; i < n_y; i++)
 		y[i] = 12345;
 	k->matmul[p->type](p->n, p->w, p->w_stride, p->n_rows, p->act, p->act_stride, p->n_cols, y,
-			   p->y_stride);
+			   p->y_stride, NULL);
 	for (size_t i = 0; i < n_y; i++) {
 		size_t c = i / p->y_stride, r = i % p->y_stride;
 		double magnitude, want;
@@ -589,7 +589,8 @@ static void test_matmul_hostile(void **state)
 		for (size_t i = 0; i < p.w_stride + quant_row_bytes(p.type, p.n); i++)
 			p.w[i] = (uint8_t)random_u32();
 		for (size_t k = 0; k < ARRAY_SIZE(tables) && tables[k]; k++) {
-			tables[k]->matmul[p.type](p.n, p.w, p.w_stride, 2, p.act, p.act_stride, 5, y, 5);
+			tables[k]->matmul[p.type](p.n, p.w, p.w_stride, 2, p.act, p.act_stride, 5,
+						  y, 5, NULL);
 			tables[k]->dequant[p.type](p.w, w, p.n);
 		}
 		product_done(&p);
