@@ -177,11 +177,12 @@ $(O)/%.service: units/%.service.in $(O)/places
 	$(say) GEN $@
 	$(Q)sed -e 's|@SBINDIR@|$(SBINDIR)|' -e 's|@LIBEXECDIR@|$(LIBEXECDIR)|' $< >$@
 
-# The scalar kernels are the reference and the fallback, and worth the optimiser's time. Only avx2*.c may use AVX2:
+# The scalar kernels are the reference and the fallback, and worth the optimiser's time. Only avx*.c may use more than the baseline:
 # the others run before the processor was asked what it can do.
 $(O)/obj/kernels/cpu/%.o: EXTRA = -O3
 ifneq ($(filter x86_64-%,$(shell $(CC) -dumpmachine 2>/dev/null)),)
 $(addprefix $(O)/obj/kernels/cpu/,avx2.o avx2-quant.o): EXTRA = -O3 -mavx2 -mfma -mf16c
+$(addprefix $(O)/obj/kernels/cpu/,avx512.o avx512-quant.o): EXTRA = -O3 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
 endif
 
 # The model that answers until there is a real one.

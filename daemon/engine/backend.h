@@ -148,7 +148,7 @@ size_t backend_delta_temp_floats(size_t n_channels, size_t n_head_v);
 
 /* n_threads >= 1 counts the calling thread. scratch_bytes bounds the bump arena (virtual; touched as used). */
 int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, struct backend **ret);
-const char *backend_cpu_isa(const struct backend *b); /* "avx2", "ref" */
+const char *backend_cpu_isa(const struct backend *b); /* name of the kernel table */
 uint64_t backend_cpu_major_faults(const struct backend *b); /* of the calling thread and the compute threads, ever */
 
 /*

@@ -70,7 +70,7 @@ INLINE __m256 silu_8(__m256 x)
 	return _mm256_div_ps(x, one_plus_exp_neg(x));
 }
 
-static void silu_mul(const float *gate, const float *up, float *y, size_t n)
+void avx2_silu_mul(const float *gate, const float *up, float *y, size_t n)
 {
 	size_t i = 0;
 
@@ -80,7 +80,7 @@ static void silu_mul(const float *gate, const float *up, float *y, size_t n)
 		y[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
 
-static void sigmoid_mul(float *x, const float *gate, size_t n)
+void avx2_sigmoid_mul(float *x, const float *gate, size_t n)
 {
 	size_t i = 0;
 
@@ -100,7 +100,7 @@ static void scale_row(float *y, const float *x, float scale, size_t n)
 		y[i] = x[i] * scale;
 }
 
-static void softmax(float *x, size_t n)
+void avx2_softmax(float *x, size_t n)
 {
 	__m256 m = splat(-INFINITY), s = _mm256_setzero_ps();
 	float max, sum;
@@ -149,7 +149,7 @@ static double sum_squares(const float *x, size_t n)
 	return sum;
 }
 
-static void rms_norm(const float *x, const float *w, float eps, float *y, size_t n)
+void avx2_rms_norm(const float *x, const float *w, float eps, float *y, size_t n)
 {
 	float scale = 1.0f / sqrtf((float)(sum_squares(x, n) / (double)n) + eps);
 	size_t i = 0;
@@ -165,12 +165,12 @@ static void rms_norm(const float *x, const float *w, float eps, float *y, size_t
 		y[i] = x[i] * scale * w[i];
 }
 
-static void l2_norm(const float *x, float eps, float *y, size_t n)
+void avx2_l2_norm(const float *x, float eps, float *y, size_t n)
 {
 	scale_row(y, x, 1.0f / fmaxf((float)sqrt(sum_squares(x, n)), eps), n);
 }
 
-static void add_scaled(float *x, const float *y, float scale, size_t n)
+void avx2_add_scaled(float *x, const float *y, float scale, size_t n)
 {
 	size_t i = 0;
 
@@ -180,7 +180,7 @@ static void add_scaled(float *x, const float *y, float scale, size_t n)
 		x[i] += y[i] * scale;
 }
 
-static void rope_neox(float *x, const float *cs, size_t n_rot)
+void avx2_rope_neox(float *x, const float *cs, size_t n_rot)
 {
 	size_t half = n_rot / 2, i = 0;
 	float *x2 = x + half;
@@ -203,32 +203,32 @@ static void rope_neox(float *x, const float *cs, size_t n_rot)
 	}
 }
 
-static void f32_to_f16(const float *x, uint16_t *y, size_t n)
+void avx2_f32_to_f16(const float *x, uint16_t *y, size_t n)
 {
 	avx2_quantize_f16(x, y, n);
 }
 
-static void f16_to_f32(const uint16_t *x, float *y, size_t n)
+void avx2_f16_to_f32(const uint16_t *x, float *y, size_t n)
 {
 	avx2_dequant_f16(x, y, n);
 }
 
-static void swiglu_oai(const float *gate, const float *up, float *y, size_t n)
+void avx2_swiglu_oai(const float *gate, const float *up, float *y, size_t n)
 {
 	cpu_kernels_ref.swiglu_oai(gate, up, y, n);
 }
 
-static void rope_norm(float *x, const float *cs, size_t n_rot)
+void avx2_rope_norm(float *x, const float *cs, size_t n_rot)
 {
 	cpu_kernels_ref.rope_norm(x, cs, n_rot);
 }
 
-static void top_k(float *x, size_t n, size_t k, uint32_t *index)
+void avx2_top_k(float *x, size_t n, size_t k, uint32_t *index)
 {
 	cpu_kernels_ref.top_k(x, n, k, index);
 }
 
-static void attention(const struct cpu_attention *a)
+void avx2_attention(const struct cpu_attention *a)
 {
 	cpu_kernels_ref.attention(a);
 }
@@ -255,8 +255,8 @@ INLINE void load_taps(const float *w, __m256 taps[4])
  * Kernels of four taps, the only ones in use; ref.c does others, and channels beyond a multiple of
  * eight.
  */
-static void conv_silu(const float *x, const float *w, float *state, size_t n_tok, size_t n_ch,
-		      size_t kernel, size_t c0, size_t c1, float *y)
+void avx2_conv_silu(const float *x, const float *w, float *state, size_t n_tok, size_t n_ch,
+		    size_t kernel, size_t c0, size_t c1, float *y)
 {
 	size_t c = c0;
 
@@ -340,8 +340,8 @@ static void step_column(float *S, const float *q, const float *k, float v, float
 	*ret_o = sum;
 }
 
-static void delta_step(float *S, const float *q, const float *k, const float *v, float g,
-		       float beta, size_t k_dim, size_t v_dim, float *o)
+void avx2_delta_step(float *S, const float *q, const float *k, const float *v, float g, float beta,
+		     size_t k_dim, size_t v_dim, float *o)
 {
 	float decay = expf(g);
 	size_t j = 0;
@@ -444,10 +444,10 @@ static void decayed_products(float *P, const float *a, size_t a_stride, const fl
  * Every exponent is <= 0 as g is; differences of G are made in double, as G may be large and the
  * difference small.
  */
-static void delta_chunk(float *S, const float *q, size_t q_stride, const float *k, size_t k_stride,
-			const float *v, size_t v_stride, const float *g, const float *beta,
-			size_t gb_stride, size_t n_tok, size_t k_dim, size_t v_dim, float *o,
-			size_t o_stride, float *scratch)
+void avx2_delta_chunk(float *S, const float *q, size_t q_stride, const float *k, size_t k_stride,
+		      const float *v, size_t v_stride, const float *g, const float *beta,
+		      size_t gb_stride, size_t n_tok, size_t k_dim, size_t v_dim, float *o,
+		      size_t o_stride, float *scratch)
 {
 	float *kk = scratch, *qk = kk + CPU_DELTA_CHUNK * CPU_DELTA_CHUNK,
 	      *d = qk + CPU_DELTA_CHUNK * CPU_DELTA_CHUNK;
@@ -473,7 +473,7 @@ static void delta_chunk(float *S, const float *q, size_t q_stride, const float *
 
 		scale_row(o + t * o_stride, o + t * o_stride, decay, v_dim);
 		scale_row(d + t * v_dim, d + t * v_dim, -decay, v_dim);
-		add_scaled(d + t * v_dim, v + t * v_stride, 1.0f, v_dim);
+		avx2_add_scaled(d + t * v_dim, v + t * v_stride, 1.0f, v_dim);
 	}
 
 	for (size_t i0 = 0; i0 < n_tok; i0 += 4) {
@@ -483,8 +483,8 @@ static void delta_chunk(float *S, const float *q, size_t q_stride, const float *
 			 v_dim, i1 - i0, v_dim, i0);
 		for (size_t i = i0; i < i1; i++) {
 			for (size_t j = i0; j < i; j++)
-				add_scaled(d + i * v_dim, d + j * v_dim,
-					   kk[i * CPU_DELTA_CHUNK + j], v_dim);
+				avx2_add_scaled(d + i * v_dim, d + j * v_dim,
+						kk[i * CPU_DELTA_CHUNK + j], v_dim);
 			scale_row(d + i * v_dim, d + i * v_dim, beta[i * gb_stride], v_dim);
 		}
 		gemm_add(o + i0 * o_stride, o_stride, qk + i0 * CPU_DELTA_CHUNK, CPU_DELTA_CHUNK, 1,
@@ -529,22 +529,22 @@ const struct cpu_kernels cpu_kernels_avx2 = {
 		[QUANT_Q6_K] = avx2_matmul_q6_k,
 		[QUANT_MXFP4] = avx2_matmul_mxfp4,
 	},
-	.rms_norm = rms_norm,
-	.l2_norm = l2_norm,
-	.add_scaled = add_scaled,
-	.silu_mul = silu_mul,
-	.swiglu_oai = swiglu_oai,
-	.sigmoid_mul = sigmoid_mul,
-	.softmax = softmax,
-	.rope_neox = rope_neox,
-	.rope_norm = rope_norm,
-	.top_k = top_k,
-	.attention = attention,
-	.f32_to_f16 = f32_to_f16,
-	.f16_to_f32 = f16_to_f32,
-	.conv_silu = conv_silu,
-	.delta_step = delta_step,
-	.delta_chunk = delta_chunk,
+	.rms_norm = avx2_rms_norm,
+	.l2_norm = avx2_l2_norm,
+	.add_scaled = avx2_add_scaled,
+	.silu_mul = avx2_silu_mul,
+	.swiglu_oai = avx2_swiglu_oai,
+	.sigmoid_mul = avx2_sigmoid_mul,
+	.softmax = avx2_softmax,
+	.rope_neox = avx2_rope_neox,
+	.rope_norm = avx2_rope_norm,
+	.top_k = avx2_top_k,
+	.attention = avx2_attention,
+	.f32_to_f16 = avx2_f32_to_f16,
+	.f16_to_f32 = avx2_f16_to_f32,
+	.conv_silu = avx2_conv_silu,
+	.delta_step = avx2_delta_step,
+	.delta_chunk = avx2_delta_chunk,
 };
 
 #endif

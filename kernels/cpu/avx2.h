@@ -3,8 +3,8 @@
  * avx2.h: what avx2.c and avx2-quant.c share: vectors of eight floats, elements of the plain types,
  * and the entries of the table that avx2-quant.c defines.
  *
- * Owns nothing. Included by these two files alone, within their guard: they are the ones compiled
- * for AVX2, FMA and F16C. What only one of them uses stays there.
+ * Owns nothing. Included, within their guard, by the files that are compiled for AVX2, FMA and F16C or more; the table of AVX-512 takes from
+ * here what it has nothing better for. What only one file uses stays there.
  *
  * Families of functions are written once, as always-inlined functions of a type or tile size that
  * is a constant where they are called; arrays of vectors indexed by unrolled loops live in
@@ -104,3 +104,21 @@ extern __typeof__(*cpu_kernels_ref.quantize[0]) avx2_quantize_f32, avx2_quantize
 extern __typeof__(*cpu_kernels_ref.matmul[0]) avx2_matmul_f32, avx2_matmul_f16, avx2_matmul_bf16,
 	avx2_matmul_q8_0, avx2_matmul_q4_0, avx2_matmul_q4_k, avx2_matmul_q5_k, avx2_matmul_q6_k,
 	avx2_matmul_mxfp4;
+
+/* Kernels on floats, of avx2.c. */
+extern __typeof__(*cpu_kernels_ref.rms_norm) avx2_rms_norm;
+extern __typeof__(*cpu_kernels_ref.l2_norm) avx2_l2_norm;
+extern __typeof__(*cpu_kernels_ref.add_scaled) avx2_add_scaled;
+extern __typeof__(*cpu_kernels_ref.silu_mul) avx2_silu_mul;
+extern __typeof__(*cpu_kernels_ref.swiglu_oai) avx2_swiglu_oai;
+extern __typeof__(*cpu_kernels_ref.sigmoid_mul) avx2_sigmoid_mul;
+extern __typeof__(*cpu_kernels_ref.softmax) avx2_softmax;
+extern __typeof__(*cpu_kernels_ref.rope_neox) avx2_rope_neox;
+extern __typeof__(*cpu_kernels_ref.rope_norm) avx2_rope_norm;
+extern __typeof__(*cpu_kernels_ref.top_k) avx2_top_k;
+extern __typeof__(*cpu_kernels_ref.attention) avx2_attention;
+extern __typeof__(*cpu_kernels_ref.f32_to_f16) avx2_f32_to_f16;
+extern __typeof__(*cpu_kernels_ref.f16_to_f32) avx2_f16_to_f32;
+extern __typeof__(*cpu_kernels_ref.conv_silu) avx2_conv_silu;
+extern __typeof__(*cpu_kernels_ref.delta_step) avx2_delta_step;
+extern __typeof__(*cpu_kernels_ref.delta_chunk) avx2_delta_chunk;

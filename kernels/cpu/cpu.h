@@ -120,11 +120,13 @@ size_t cpu_attention_scratch(size_t n_rows, size_t n_q, size_t v_dim);
 
 extern const struct cpu_kernels cpu_kernels_ref;
 #if defined(__x86_64__)
-extern const struct cpu_kernels cpu_kernels_avx2;
+extern const struct cpu_kernels cpu_kernels_avx2, cpu_kernels_avx512;
 #elif defined(__aarch64__)
 extern const struct cpu_kernels cpu_kernels_neon;
 #endif
 
+/* Every table that this CPU runs, the reference first, the best last; NULL beyond. */
+const struct cpu_kernels *cpu_kernels_at(size_t i);
 /* The best table this CPU runs; the environment RESIDENTD_CPU ("ref", "avx2", "avx512", "neon") overrides it (unknown or unsupported
  * names are ignored, and *ret_note, if not NULL, then says so: a static string). Decided anew at each call. */
 const struct cpu_kernels *cpu_kernels_choose(const char **ret_note);

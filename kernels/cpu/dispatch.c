@@ -52,21 +52,53 @@ static bool have_avx2(void)
 }
 #endif
 
+#if defined(__x86_64__)
+static bool have_avx512(void)
+{
+	return have_avx2() && __builtin_cpu_supports("avx512f") &&
+	       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+	       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+static bool always(void)
+{
+	return true;
+}
+
+/* Worst first; a machine that has one has those before it. */
+static const struct {
+	const struct cpu_kernels *table;
+	bool (*have)(void);
+} tables[] = {
+	{ &cpu_kernels_ref, always },
+#if defined(__x86_64__)
+	{ &cpu_kernels_avx2, have_avx2 },
+	{ &cpu_kernels_avx512, have_avx512 },
+#endif
+};
+
+const struct cpu_kernels *cpu_kernels_at(size_t i)
+{
+	return i < ARRAY_SIZE(tables) && tables[i].have() ? tables[i].table : NULL;
+}
+
 const struct cpu_kernels *cpu_kernels_choose(const char **ret_note)
 {
-	const struct cpu_kernels *best = &cpu_kernels_ref;
 	const char *wanted = getenv("RESIDENTD_CPU"), *note = NULL;
+	const struct cpu_kernels *best = &cpu_kernels_ref;
+	bool found = !wanted, known = !wanted;
 
-#if defined(__x86_64__)
-	if (have_avx2())
-		best = &cpu_kernels_avx2;
-#endif
-	if (wanted && streq(wanted, cpu_kernels_ref.name))
-		best = &cpu_kernels_ref;
-	else if (wanted && streq(wanted, "avx2") && !streq(best->name, wanted))
-		note = "RESIDENTD_CPU=avx2: this CPU lacks AVX2, FMA or F16C, ignoring";
-	else if (wanted && !streq(wanted, "avx2"))
-		note = "RESIDENTD_CPU: unknown kernel table, ignoring (known: ref, avx2)";
+	for (size_t i = 0; i < ARRAY_SIZE(tables); i++)
+		known = known || streq(tables[i].table->name, wanted);
+	for (size_t i = 0; cpu_kernels_at(i) && !(found && wanted); i++) {
+		best = cpu_kernels_at(i);
+		found = found || streq(best->name, wanted);
+	}
+	if (!known)
+		note = "RESIDENTD_CPU: unknown kernel table, ignoring (known: ref, avx2, avx512, neon)";
+	else if (!found)
+		note = "RESIDENTD_CPU: this CPU lacks instructions that the kernel table needs, ignoring";
 
 	if (ret_note)
 		*ret_note = note;

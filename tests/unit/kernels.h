@@ -49,19 +49,33 @@ static inline float *new_floats(size_t n)
 	return x;
 }
 
-/* The table beside the reference, or NULL where this machine has none. */
+/* The table beside the reference at hand, or NULL where this machine has none. */
+static const struct cpu_kernels *table_under_test;
+
 static inline const struct cpu_kernels *fast_table(void)
 {
-	const struct cpu_kernels *k;
-
-	unsetenv("RESIDENTD_CPU");
-	k = cpu_kernels_choose(NULL);
-	return k == &cpu_kernels_ref ? NULL : k;
+	return table_under_test;
 }
 
-#define FAST_OR_SKIP(k)                                           \
-	const struct cpu_kernels *k = fast_table();               \
-	if (!k) {                                                 \
-		skip_because("this CPU lacks AVX2, FMA or F16C"); \
-		return;                                           \
+#define FAST_OR_SKIP(k)                                                    \
+	const struct cpu_kernels *k = fast_table();                        \
+	if (!k) {                                                          \
+		skip_because("this CPU has none but the reference table"); \
+		return;                                                    \
 	}
+
+/* The group once for every table beside the reference. */
+#define RUN_WITH_EVERY_TABLE(tests)                                                               \
+	({                                                                                        \
+		int failed_ = 0;                                                                  \
+		unsetenv("RESIDENTD_CPU");                                                        \
+		for (size_t i_ = 1; i_ == 1 || cpu_kernels_at(i_); i_++) {                        \
+			table_under_test = cpu_kernels_at(i_);                                    \
+			print_message("# table: %s\n",                                            \
+				      table_under_test ? table_under_test->name : "reference");   \
+			failed_ += cmocka_run_group_tests_name(                                   \
+				table_under_test ? table_under_test->name : "reference", (tests), \
+				NULL, NULL);                                                      \
+		}                                                                                 \
+		failed_;                                                                          \
+	})

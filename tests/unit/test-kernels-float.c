@@ -540,5 +540,5 @@ int main(void)
 		cmocka_unit_test(test_delta_strides),
 	};
 
-	return cmocka_run_group_tests(tests, NULL, NULL);
+	return RUN_WITH_EVERY_TABLE(tests);
 }
