@@ -55,6 +55,8 @@ static const struct word policy_words[] = {
 	{},
 };
 
+static const struct word bool_words[] = { { "yes", 1 }, { "no", 0 }, {} };
+
 static const struct word prefetch_words[] = { { "auto", -1 }, { "off", 0 }, { "on", 1 }, {} };
 
 struct key {
@@ -73,6 +75,7 @@ static const struct key keys[] = {
 	{ "Model",   "Path",              KEY_PATH,    FIELD(model_path),          0, 0, false, NULL },
 	{ "Model",   "Context",           KEY_NUMBER,  FIELD(context),             16, 1 << 24, true, NULL },
 	{ "Engine",  "Threads",           KEY_NUMBER,  FIELD(threads),             1, 256, true, NULL },
+	{ "Engine",  "TuneKernels",       KEY_WORD,    FIELD(tune_kernels),        0, 0, false, bool_words },
 	{ "Engine",  "BatchTokens",       KEY_NUMBER,  FIELD(batch_tok),           1, 4096, true, NULL },
 	{ "Engine",  "KvBytesMax",        KEY_BYTES,   FIELD(kv_bytes_max),        1, INT64_MAX, true, NULL },
 	{ "Engine",  "KvType",            KEY_WORD,    FIELD(kv_type),             0, 0, false, kv_words },
@@ -101,6 +104,7 @@ static const struct key keys[] = {
 void config_defaults(struct config *c)
 {
 	*c = (struct config){
+		.tune_kernels = 1,
 		.kv_type = CONFIG_KV_AUTO,
 		.host_tier = RESIDENCY_AUTO,
 		.vram_reserve_bytes = 512 << 20,

@@ -19,6 +19,7 @@ struct config {
 	uint32_t context; /* Context= tokens per session; 0: the model's own, at most 32768 */
 	/* [Engine] */
 	uint32_t threads;   /* Threads=; 0 (auto): physical cores the process may use */
+	int tune_kernels;   /* TuneKernels=: 0 or 1 */
 	uint32_t batch_tok; /* BatchTokens= of one prefill step, 1..4096; 0: auto, see engine.h */
 	uint64_t kv_bytes_max; /* KvBytesMax=, suffixes K M G; 0: auto */
 	enum config_kv {

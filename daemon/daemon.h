@@ -118,6 +118,7 @@ struct daemon {
 	size_t n_conns;
 
 	const char *state_dir, *runtime_dir; /* of systemd, or NULL */
+	struct cpu_tiles tiles;              /* of this machine's products */
 	struct policy *policy;
 	struct uses uses;
 	struct quota *quota;

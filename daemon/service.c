@@ -15,6 +15,8 @@
 #include "daemon/request.h"
 #include "daemon/session.h"
 #include "daemon/sleep.h"
+#include "daemon/tiles.h"
+#include "kernels/cpu/topology.h"
 
 #include <inttypes.h>
 #include <sched.h>
@@ -209,31 +211,16 @@ static void notify_ready(struct daemon *d)
 	d->ready_sent = true;
 }
 
-/* Cores that this process may use, hyperthreads counted once: two of them share what arithmetic needs. */
-static uint32_t count_cores(void)
+/* Compute threads: never more than processors that this process may use; auto: one for each physical core of a node. */
+static uint32_t count_threads(uint32_t wanted)
 {
-	uint32_t n_cpu = 0, n_core = 0;
 	cpu_set_t set;
 
 	if (sched_getaffinity(0, sizeof(set), &set) < 0)
-		return 1;
-	for (unsigned cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-		_cleanup_(fclosep) FILE *f = NULL;
-		char path[96];
-		unsigned first = cpu;
-
-		if (!CPU_ISSET(cpu, &set))
-			continue;
-		n_cpu++;
-		snprintf(path, sizeof(path),
-			 "/sys/devices/system/cpu/cpu%u/topology/thread_siblings_list", cpu);
-		f = fopen(path, "re");
-		if (f && fscanf(f, "%u", &first) != 1)
-			first = cpu;
-		/* The list begins with the lowest sibling; one outside our set does not count for us. */
-		n_core += first == cpu || first >= CPU_SETSIZE || !CPU_ISSET(first, &set);
-	}
-	return CLAMP(n_core > 0 ? n_core : n_cpu, 1u, 256u);
+		return wanted > 0 ? wanted : 1;
+	if (wanted == 0)
+		wanted = topology_cores("/sys/devices/system", &set);
+	return CLAMP(wanted, 1u, MIN((uint32_t)CPU_COUNT(&set), 256u));
 }
 
 static void engine_config(const struct daemon *d, struct engine_config *ret)
@@ -243,7 +230,8 @@ static void engine_config(const struct daemon *d, struct engine_config *ret)
 	uint32_t threads = d->options.threads > 0 ? d->options.threads : c->threads;
 
 	*ret = (struct engine_config){
-		.threads = threads > 0 ? threads : count_cores(),
+		.threads = count_threads(threads),
+		.tiles = d->tiles,
 		.context = d->options.context > 0 ? d->options.context : c->context,
 		.batch_tok = c->batch_tok,
 		.card = {
@@ -513,6 +501,19 @@ static int on_mail(sd_event_source *source, int fd, uint32_t events, void *arg)
 	return 0;
 }
 
+static void get_tiles(struct daemon *d)
+{
+	const struct cpu_kernels *k = cpu_kernels_choose(NULL);
+	int r = tiles_get(d->config.tune_kernels ? d->state_dir : NULL, k, &d->tiles);
+
+	if (r < 0)
+		log_warning("the tiles of matrix products cannot be kept and will be measured again: %s",
+			    strerror(-r));
+	else if (r > 0)
+		log_info("measured tiles of %u columns, %u rows, %u columns for the %s kernels",
+			 d->tiles.reg_cols, d->tiles.l1_rows, d->tiles.l2_cols, k->name);
+}
+
 int service_start(struct daemon *d)
 {
 	int r = mailbox_init(&d->mail, true);
@@ -526,6 +527,7 @@ int service_start(struct daemon *d)
 		r = service_open_quota(d);
 	if (r < 0)
 		return r;
+	get_tiles(d);
 	bus_start(d);
 	r = workers_new(2, &d->mail, &d->workers);
 	if (r >= 0)

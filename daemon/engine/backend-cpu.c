@@ -10,6 +10,8 @@
  */
 #include "daemon/engine/backend-cpu.h"
 
+#include "kernels/cpu/topology.h"
+
 #include <assert.h>
 #include <math.h>
 #include <sys/mman.h>
@@ -830,17 +832,29 @@ static const struct backend_ops cpu_ops = {
 	.set_residency = moe_cpu_set_residency,
 };
 
-int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, struct backend **ret)
+/* Where the compute threads shall run; false: anywhere. */
+static bool choose_cpus(unsigned n_threads, cpu_set_t *ret)
+{
+	cpu_set_t allowed;
+
+	return sched_getaffinity(0, sizeof(allowed), &allowed) == 0 &&
+	       topology_choose("/sys/devices/system", &allowed, n_threads, ret) == n_threads &&
+	       n_threads < (unsigned)CPU_COUNT(&allowed);
+}
+
+int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, const struct cpu_tiles *tiles,
+		    struct backend **ret)
 {
 	struct backend_cpu *c = calloc(1, sizeof(*c));
+	cpu_set_t cpus;
 	void *mem;
 
 	if (!c)
 		return -ENOMEM;
 	c->base.ops = &cpu_ops;
 	c->k = cpu_kernels_choose(NULL);
-	c->tiles = c->k->tiles;
-	c->pool = pool_new(n_threads);
+	c->tiles = tiles && tiles->reg_cols > 0 ? *tiles : c->k->tiles;
+	c->pool = pool_new(n_threads, choose_cpus(n_threads, &cpus) ? &cpus : NULL);
 	if (!c->pool || scratch_bytes == 0) {
 		cpu_free(&c->base);
 		return -ENOMEM;

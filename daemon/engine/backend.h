@@ -41,10 +41,11 @@ struct backend_moe {
 	const struct gguf_tensor *gate_up; /* fused form instead of gate and up: first n_ff rows gate; else NULL */
 	uint32_t layer;                    /* of the model: whose blocks these are */
 	size_t n_expert, n_used;
-	const struct gguf_tensor *gate_bias, *up_bias, *down_bias; /* F32 [n_ff or n_embd, n_expert]; NULL: none */
+	/* F32 [n_ff or n_embd, n_expert]; NULL: none */
+	const struct gguf_tensor *gate_bias, *up_bias, *down_bias;
 	enum backend_gating {
 		BACKEND_GATING_SOFTMAX, /* over all experts, the chosen ones' renormalised to 1 */
-		BACKEND_GATING_CHOSEN,  /* over the logits of the chosen alone: the same numbers but for rounding */
+		BACKEND_GATING_CHOSEN, /* over the logits of the chosen alone: the same numbers but for rounding */
 	} gating;
 	enum backend_unit {
 		BACKEND_UNIT_SILU, /* silu(gate) * up */
@@ -146,8 +147,13 @@ struct backend {
 size_t backend_moe_temp_floats(size_t n_embd, size_t n_ff, size_t n_expert, size_t n_used);
 size_t backend_delta_temp_floats(size_t n_channels, size_t n_head_v);
 
-/* n_threads >= 1 counts the calling thread. scratch_bytes bounds the bump arena (virtual; touched as used). */
-int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, struct backend **ret);
+/*
+ * n_threads >= 1 counts the calling thread; the others keep to physical cores of one NUMA node, where those suffice. scratch_bytes bounds the
+ * bump arena (virtual; touched as used). tiles: NULL, or reg_cols 0: those of the kernels.
+ */
+struct cpu_tiles;
+int backend_cpu_new(unsigned n_threads, size_t scratch_bytes, const struct cpu_tiles *tiles,
+		    struct backend **ret);
 const char *backend_cpu_isa(const struct backend *b); /* name of the kernel table */
 uint64_t backend_cpu_major_faults(const struct backend *b); /* of the calling thread and the compute threads, ever */
 

@@ -287,7 +287,7 @@ static int load_residency(struct engine *e, const struct engine_load *load, uint
 		l->batch_tok = ENGINE_BATCH_TOK;
 	if (residency_managed(l->residency))
 		l->kv_bytes_max = CLAMP(residency_kv_room(l->residency), kv_least, l->kv_bytes_max);
-	r = backend_cpu_new(c->threads, scratch, &l->backend);
+	r = backend_cpu_new(c->threads, scratch, &c->tiles, &l->backend);
 	if (r < 0)
 		return fail(ret_error, r, "cannot start %u compute threads: %s", c->threads,
 			    strerror(-r));

@@ -16,6 +16,7 @@
 #include "daemon/residency/residency.h"
 #include "daemon/sched.h"
 #include "daemon/worker.h"
+#include "kernels/cpu/cpu.h"
 
 struct engine;
 struct engine_session;
@@ -57,6 +58,7 @@ struct engine_card_config {
 
 struct engine_config {
 	uint32_t threads, context, batch_tok;
+	struct cpu_tiles tiles;
 	struct engine_card_config card;
 	uint64_t kv_bytes_max; /* 0: auto */
 	int kv_f16;            /* -1: as the weights ask */

@@ -55,4 +55,5 @@ int arch_bind(const struct model *m, int64_t layer, const struct arch_tensor *li
 int arch_get_rope(const struct model *m, uint32_t n_rot, float **ret_freq, float *ret_mscale,
 		  char **ret_error);
 
-extern const struct arch arch_qwen35moe, arch_qwen35, arch_qwen3moe, arch_qwen3, arch_llama, arch_gpt_oss;
+extern const struct arch arch_qwen35moe, arch_qwen35, arch_qwen3moe, arch_qwen3, arch_llama,
+	arch_gpt_oss;

@@ -37,7 +37,7 @@ struct model {
 	const struct gguf_tensor *embd; /* is looked up row by row; every other tensor of the trunk is read whole */
 	bool embd_tied;                 /* it is the output head too */
 	uint32_t head_dim_max; /* of attention and recurrent layers */
-	const char *cpu_only;  /* what of this model no GPU kernel does ("attention sinks"), static; NULL: nothing */
+	const char *cpu_only; /* what of this model no GPU kernel does ("attention sinks"), static; NULL: nothing */
 	struct kv_layout kv;
 	size_t recurrent_floats; /* recurrent state of one session, all layers; 0: none */
 	size_t row_floats; /* scratch of one row of a batch: what arch->forward() takes of the graph at most */

@@ -22,14 +22,14 @@ enum quant_type cpu_act_type(enum quant_type weight);
  */
 struct cpu_tiles {
 	unsigned reg_cols; /* 8, 4, 3 or 2: columns that share what is unpacked of a weight in registers */
-	unsigned l1_rows;  /* 4 to 64: rows of weights that stay in the first cache while columns pass */
-	unsigned l2_cols;  /* 16 to 512, a multiple of 16: columns whose activations stay in the second cache while rows pass; the backend's pieces */
+	unsigned l1_rows; /* 4 to 64: rows of weights that stay in the first cache while columns pass */
+	unsigned l2_cols; /* 16 to 512, a multiple of 16: columns whose activations stay in the second cache while rows pass; the backend's pieces */
 };
 
 /* The queries of n_rows consecutive positions for the heads that share one key/value head. */
 struct cpu_attention {
-	const float *q; /* row i, head h: [i * q_stride + h * k_dim] */
-	float *out;     /* row i, head h: [i * out_stride + h * v_dim]; not q */
+	const float *q;              /* row i, head h: [i * q_stride + h * k_dim] */
+	float *out;                  /* row i, head h: [i * out_stride + h * v_dim]; not q */
 	size_t q_stride, out_stride; /* floats */
 	size_t n_rows, n_q;          /* n_q: query heads of this key/value head */
 	const void *const *k_pages, *const *v_pages; /* [page_tok][dim] each, f16 if kv_f16, else f32 */
@@ -39,7 +39,7 @@ struct cpu_attention {
 	bool kv_f16;
 	float scale;
 	const float *sinks; /* n_q logits that take part in the softmax and have no value; NULL: none */
-	float *scratch;     /* cpu_attention_scratch(n_rows, n_q, v_dim) floats, of the calling thread */
+	float *scratch; /* cpu_attention_scratch(n_rows, n_q, v_dim) floats, of the calling thread */
 };
 #define CPU_ATTENTION_ROWS 16 /* n_rows at most */
 
@@ -47,7 +47,7 @@ struct cpu_attention {
 #define CPU_DELTA_CHUNK 64
 
 struct cpu_kernels {
-	const char *name; /* "ref", "avx2", "avx512", "neon" */
+	const char *name;       /* "ref", "avx2", "avx512", "neon" */
 	struct cpu_tiles tiles; /* a good choice where nothing is measured */
 
 	/* y[i] = value of element i of a row of n elements. Indexed by weight type; NULL where there is no kernel. */

@@ -10,6 +10,9 @@
  * loop cannot end: only then are n, fn and arg read by a worker or written by pool_run(). So nobody
  * waits for a worker that has taken nothing, and a late one that takes a piece simply works for the
  * loop of the day. `epoch` only wakes: it moves with every loop.
+ *
+ * A worker whose core somebody else wants is descheduled for milliseconds with a piece in its hands, again and again, and all wait for
+ * it: then one thread fewer is faster. Who is found late is sent away, sleeps on its own word and is called back by the caller.
  */
 #include "kernels/cpu/pool.h"
 
@@ -30,12 +33,24 @@
  */
 #define SPIN_PAUSES 250
 
+/*
+ * A descheduled thread is back after one slice of another's, 3 ms and more; no loop is that uneven. Short absences at first: most that
+ * take a core once do not stay.
+ */
+#define LATE_US     1000
+#define AWAY_US     10000
+#define AWAY_FACTOR 16
+
 struct worker {
 	struct pool *pool;
 	unsigned index;
 	pthread_t thread;
-	atomic_int tid; /* 0: has not run yet */
-};
+	atomic_int tid;   /* 0: has not run yet */
+	atomic_bool busy; /* has a piece in its hands */
+	atomic_uint away; /* futex of this worker: 1 while it is left out */
+	/* the caller's: when it may come back, when it last did, and how long it was away */
+	uint64_t until_us, back_us, away_us;
+} __attribute__((aligned(64)));
 
 struct pool {
 	atomic_size_t left, unfinished;
@@ -48,6 +63,8 @@ struct pool {
 	void (*fn)(void *arg, size_t i, unsigned thread);
 	void *arg;
 
+	atomic_uint n_away; /* written by the caller */
+	uint64_t late_us, first_away_us;
 	unsigned n_workers;
 	struct worker workers[];
 };
@@ -61,10 +78,14 @@ static void cpu_relax(void)
 #endif
 }
 
-static void futex_wait(atomic_uint *word, unsigned value)
+/* timeout_us: 0: none. */
+static void futex_wait(atomic_uint *word, unsigned value, uint64_t timeout_us)
 {
+	struct timespec t = { .tv_sec = (time_t)(timeout_us / 1000000),
+			      .tv_nsec = (long)(timeout_us % 1000000 * 1000) };
+
 	/* Any return is good: callers check their condition again. */
-	syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+	syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, timeout_us > 0 ? &t : NULL, NULL, 0);
 }
 
 static void futex_wake(atomic_uint *word, int n)
@@ -72,22 +93,30 @@ static void futex_wake(atomic_uint *word, int n)
 	syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
 }
 
-static void work(struct pool *p, unsigned thread)
+/* Returns how many pieces it did. */
+static size_t work(struct pool *p, unsigned thread)
 {
-	size_t left = atomic_load_explicit(&p->left, memory_order_relaxed);
+	size_t left = atomic_load_explicit(&p->left, memory_order_relaxed), n = 0;
+	struct worker *w = thread > 0 ? &p->workers[thread - 1] : NULL;
 
-	while (left > 0) {
+	while (left > 0 && !(w && atomic_load_explicit(&w->away, memory_order_relaxed))) {
 		/*
 		 * Acquire pairs with the store of pool_run(), of which every later value is a part.
 		 */
 		if (!atomic_compare_exchange_weak_explicit(&p->left, &left, left - 1,
 							   memory_order_acquire, memory_order_relaxed))
 			continue;
+		if (w)
+			atomic_store_explicit(&w->busy, true, memory_order_relaxed);
 		p->fn(p->arg, p->n - left, thread);
+		if (w)
+			atomic_store_explicit(&w->busy, false, memory_order_relaxed);
+		n++;
 		if (atomic_fetch_sub(&p->unfinished, 1) == 1 && atomic_exchange(&p->caller_waits, 0))
 			futex_wake(&p->caller_waits, 1);
 		left = atomic_load_explicit(&p->left, memory_order_relaxed);
 	}
+	return n;
 }
 
 static void wait_for_epoch(struct pool *p, unsigned seen)
@@ -101,7 +130,7 @@ static void wait_for_epoch(struct pool *p, unsigned seen)
 	/* Either pool_run() sees the count, or the kernel sees the new epoch. */
 	atomic_fetch_add(&p->n_parked, 1);
 	while (atomic_load(&p->epoch) == seen)
-		futex_wait(&p->epoch, seen);
+		futex_wait(&p->epoch, seen, 0);
 	atomic_fetch_sub(&p->n_parked, 1);
 }
 
@@ -116,6 +145,10 @@ static void *worker_main(void *arg)
 
 		if (atomic_load(&p->quit))
 			return NULL;
+		if (atomic_load(&w->away)) {
+			futex_wait(&w->away, 1, 0);
+			continue;
+		}
 		work(p, w->index);
 		wait_for_epoch(p, seen);
 	}
@@ -128,8 +161,50 @@ static void next_epoch(struct pool *p, size_t wanted)
 		futex_wake(&p->epoch, (int)MIN(wanted, (size_t)p->n_workers));
 }
 
-static void wait_for_end(struct pool *p)
+static void call_back(struct pool *p, struct worker *w)
 {
+	atomic_store(&w->away, 0);
+	futex_wake(&w->away, 1);
+	atomic_fetch_sub(&p->n_away, 1);
+}
+
+static void call_back_due(struct pool *p, uint64_t now)
+{
+	for (unsigned i = 0;
+	     i < p->n_workers && atomic_load_explicit(&p->n_away, memory_order_relaxed) > 0; i++) {
+		struct worker *w = &p->workers[i];
+
+		if (!atomic_load(&w->away) || now < w->until_us)
+			continue;
+		w->back_us = now;
+		call_back(p, w);
+	}
+}
+
+/* Those that still work have lost their core. */
+static void send_late_away(struct pool *p)
+{
+	uint64_t now = now_us();
+
+	for (unsigned i = 0; i < p->n_workers; i++) {
+		struct worker *w = &p->workers[i];
+		bool again = w->back_us > 0 && now - w->back_us < AWAY_FACTOR * p->first_away_us;
+
+		if (!atomic_load_explicit(&w->busy, memory_order_relaxed) || atomic_load(&w->away))
+			continue;
+		w->away_us = again ? MIN(4 * w->away_us, AWAY_FACTOR * p->first_away_us)
+				   : p->first_away_us;
+		w->until_us = now + w->away_us;
+		atomic_store(&w->away, 1);
+		atomic_fetch_add(&p->n_away, 1);
+	}
+}
+
+/* late_us: how long is too long. */
+static void wait_for_end(struct pool *p, uint64_t late_us)
+{
+	uint64_t start;
+
 	for (unsigned i = 0; i < SPIN_PAUSES; i++) {
 		if (atomic_load(&p->unfinished) == 0)
 			return;
@@ -137,16 +212,21 @@ static void wait_for_end(struct pool *p)
 	}
 
 	/* Either we see the last piece counted off, or its thread sees that we wait. */
+	start = now_us();
 	for (;;) {
 		atomic_store(&p->caller_waits, 1);
 		if (atomic_load(&p->unfinished) == 0)
 			break;
-		futex_wait(&p->caller_waits, 1);
+		futex_wait(&p->caller_waits, 1, late_us);
+		if (late_us > 0 && now_us() - start >= late_us && atomic_load(&p->unfinished) > 0) {
+			send_late_away(p);
+			late_us = 0;
+		}
 	}
 	atomic_store(&p->caller_waits, 0);
 }
 
-struct pool *pool_new(unsigned n_threads)
+struct pool *pool_new(unsigned n_threads, const cpu_set_t *cpus)
 {
 	size_t bytes;
 	struct pool *p;
@@ -160,9 +240,12 @@ struct pool *pool_new(unsigned n_threads)
 		errno = ENOMEM;
 		return NULL;
 	}
-	p = calloc(1, bytes);
+	/* For the alignment of the workers, which keeps their words out of each other's lines. */
+	p = aligned_alloc(_Alignof(struct pool), ALIGN_UP(bytes, _Alignof(struct pool)));
 	if (!p)
 		return NULL;
+	memset(p, 0, bytes);
+	pool_set_patience(p, LATE_US, AWAY_US);
 
 	/* Signals are the loop thread's business. */
 	sigfillset(&all);
@@ -178,6 +261,9 @@ struct pool *pool_new(unsigned n_threads)
 		if (r == 0) {
 			p->n_workers++;
 			pthread_setname_np(w->thread, "residentd-cpu");
+			/* Where the machine's CPUs have changed meanwhile it runs wherever it may. */
+			if (cpus)
+				(void)pthread_setaffinity_np(w->thread, sizeof(*cpus), cpus);
 		}
 	}
 	pthread_sigmask(SIG_SETMASK, &old, NULL);
@@ -195,6 +281,9 @@ struct pool *pool_free(struct pool *p)
 		return NULL;
 
 	atomic_store(&p->quit, true);
+	for (unsigned i = 0; i < p->n_workers; i++)
+		if (atomic_load(&p->workers[i].away))
+			call_back(p, &p->workers[i]);
 	next_epoch(p, p->n_workers);
 	for (unsigned i = 0; i < p->n_workers; i++)
 		pthread_join(p->workers[i].thread, NULL);
@@ -205,6 +294,17 @@ struct pool *pool_free(struct pool *p)
 unsigned pool_n_threads(const struct pool *p)
 {
 	return p->n_workers + 1;
+}
+
+unsigned pool_n_away(const struct pool *p)
+{
+	return atomic_load(&p->n_away);
+}
+
+void pool_set_patience(struct pool *p, uint64_t late_us, uint64_t away_us)
+{
+	p->late_us = late_us;
+	p->first_away_us = away_us;
 }
 
 static uint64_t major_faults_of(int tid)
@@ -237,6 +337,9 @@ uint64_t pool_major_faults(const struct pool *p)
 
 void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned thread), void *arg)
 {
+	uint64_t start;
+	size_t n_own;
+
 	if (n <= 1 || p->n_workers == 0) {
 		for (size_t i = 0; i < n; i++)
 			fn(arg, i, 0);
@@ -245,6 +348,10 @@ void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned
 
 	assert(atomic_load(&p->unfinished) == 0); /* else nested, or called from two threads */
 
+	start = now_us();
+	if (atomic_load_explicit(&p->n_away, memory_order_relaxed) > 0)
+		call_back_due(p, start);
+
 	p->n = n;
 	p->fn = fn;
 	p->arg = arg;
@@ -252,6 +359,11 @@ void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned
 	atomic_store_explicit(&p->left, n, memory_order_release);
 	next_epoch(p, n - 1);
 
-	work(p, 0);
-	wait_for_end(p);
+	n_own = work(p, 0);
+	if (atomic_load(&p->unfinished) > 0) {
+		uint64_t own_us = now_us() - start;
+
+		/* Pieces may be long themselves; without one of our own we cannot tell. */
+		wait_for_end(p, n_own > 0 ? MAX(p->late_us, 4 * own_us / n_own) : 0);
+	}
 }

@@ -321,7 +321,7 @@ static int setup(struct bench *x, char **ret_reason, char **ret_error)
 			  kv + x->m->recurrent_floats * sizeof(float), &x->shared, NULL, &x->r,
 			  ret_reason, ret_error);
 	if (r == 0)
-		r = backend_cpu_new(x->o.threads, scratch, &x->b);
+		r = backend_cpu_new(x->o.threads, scratch, NULL, &x->b);
 	if (r == 0)
 		r = kv_arena_new(&x->m->kv, true, kv, &x->a);
 	if (r == 0)

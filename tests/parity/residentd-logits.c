@@ -101,7 +101,7 @@ static int run(const struct options *o, char **ret_error)
 				  65536),
 			 &a);
 	if (r == 0)
-		r = backend_cpu_new(o->threads, graph_scratch_bytes(m, o->batch), &b);
+		r = backend_cpu_new(o->threads, graph_scratch_bytes(m, o->batch), NULL, &b);
 	if (r == 0)
 		r = state_new(&s);
 	out = fopen(o->out, "we");

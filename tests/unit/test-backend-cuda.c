@@ -398,7 +398,7 @@ static void rig_open(const char *path, float top)
 	rig.top = top;
 	assert_int_equal(model_load(path, &rig.m, NULL), 0);
 	assert_int_equal(kv_arena_new(&rig.m->kv, false, (size_t)1 << 24, &rig.a), 0);
-	assert_int_equal(backend_cpu_new(2, graph_scratch_bytes(rig.m, ROWS), &rig.cpu), 0);
+	assert_int_equal(backend_cpu_new(2, graph_scratch_bytes(rig.m, ROWS), NULL, &rig.cpu), 0);
 	rig.want = malloc(N_TOK * rig.m->n_vocab * sizeof(float));
 	rig.got = malloc(N_TOK * rig.m->n_vocab * sizeof(float));
 	assert_true(rig.want && rig.got);

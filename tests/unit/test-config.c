@@ -108,6 +108,7 @@ static void assert_defaults(const struct config *c)
 	assert_int_equal(c->host_idle_us, d.host_idle_us);
 	assert_int_equal(c->evict_policy, d.evict_policy);
 	assert_int_equal(c->prefetch, d.prefetch);
+	assert_int_equal(c->tune_kernels, d.tune_kernels);
 	assert_int_equal(c->disk_queue_depth, d.disk_queue_depth);
 	assert_int_equal(c->queue_max, d.queue_max);
 	assert_int_equal(c->sessions_max, d.sessions_max);
@@ -138,6 +139,7 @@ static void spoil(struct config *c)
 			      .host_idle_us = 99,
 			      .evict_policy = EVICT_LRU,
 			      .prefetch = 1,
+			      .tune_kernels = 7,
 			      .disk_queue_depth = 99,
 			      .queue_max = 99,
 			      .sessions_max = 99,
@@ -369,7 +371,7 @@ static void empty_value_is_the_default(void **state)
 	(void)state;
 	spoil(&c);
 	assert_string_equal(
-		read_text(&c, "[Model]\nPath=\nContext=\n[Engine]\nThreads=\nBatchTokens=\nKvBytesMax= \n"
+		read_text(&c, "[Model]\nPath=\nContext=\n[Engine]\nThreads=\nTuneKernels=\nBatchTokens=\nKvBytesMax= \n"
 			      "KvType=\n[Memory]\nHostTier=\nHostBudget=\nMemoryReserve=\nVramBudget=\nVramReserve=\nHostIdleSec=\nEvictionPolicy=\nPrefetch=\n"
 			      "DiskQueueDepth=\n[Service]\nQueueMax=\nSessionsMax=\nSessionsPerUser=\n"
 			      "ConnectionsMax=\nKeepSec=\nIdleExitSec=\nMessageMax=\nMaxTokens=\nMaxThinkingTokens=\n"
@@ -390,6 +392,7 @@ static void bad_values_change_nothing(void **state)
 		{ "Engine", "Threads", { "-1", "257", "4294967296", "99999999999999999999", "2.0", "0x4", "infinity" } },
 		{ "Engine", "BatchTokens", { "-1", "4097", "4294967424", "99999999999999999999", "1K", "infinity" } },
 		{ "Engine", "KvBytesMax", { "-1", "-1G", "9223372036854775808", "8388608T", "16777216T", "1.5", "1Q", "infinity" } },
+		{ "Engine", "TuneKernels", { "maybe", "2", "auto", "-1" } },
 		{ "Engine", "KvType", { "f64", "F16", "16", "f16 f32" } },
 		{ "Memory", "HostTier", { "vram", "unmanaged", "Arena", "1" } },
 		{ "Memory", "HostBudget", { "-1", "9223372036854775808", "16777216T", "1.5", "1Q", "infinity" } },
@@ -706,7 +709,7 @@ static void shipped_file_shows_the_defaults(void **state)
 			buf_printf(&text, "%s", line);
 		}
 	}
-	assert_int_equal(n_keys, 25);
+	assert_int_equal(n_keys, 26);
 	assert_int_equal(n_empty, 1); /* Path= */
 	spoil(&c);
 	assert_string_equal(read_text(&c, text.data), "");

@@ -119,7 +119,7 @@ static struct rig rig_new(struct model *m, unsigned threads, bool f16, size_t n_
 	page = kv_arena_page_bytes(r.a);
 	kv_arena_free(r.a);
 	assert_int_equal(kv_arena_new(&m->kv, f16, n_pages * page, &r.a), 0);
-	assert_int_equal(backend_cpu_new(threads, graph_scratch_bytes(m, N_PROMPT + 16), &r.b), 0);
+	assert_int_equal(backend_cpu_new(threads, graph_scratch_bytes(m, N_PROMPT + 16), NULL, &r.b), 0);
 	return r;
 }
 
@@ -514,7 +514,7 @@ static void test_bad_arguments(void **unused)
 		assert_int_equal(s->n_tok, 0);
 	}
 	/* Scratch for one row does not hold 300: a clean error, and one row still works. */
-	assert_int_equal(backend_cpu_new(1, graph_scratch_bytes(r.m, 1), &tiny), 0);
+	assert_int_equal(backend_cpu_new(1, graph_scratch_bytes(r.m, 1), NULL, &tiny), 0);
 	assert_int_equal(graph_forward(r.m, tiny, r.a, &q, 1, NULL, NULL), -ENOMEM);
 	assert_int_equal(s->n_tok, 0);
 	q.n_tok = 1;
@@ -548,7 +548,7 @@ static void test_scratch_is_enough(void **unused)
 				       graph_scratch_bytes(r.m, 0) + 65536;
 			struct backend *b;
 
-			assert_int_equal(backend_cpu_new(2, bytes, &b), 0);
+			assert_int_equal(backend_cpu_new(2, bytes, NULL, &b), 0);
 			assert_int_equal(graph_forward(r.m, b, r.a, &q, 1, NULL, logits_a), 0);
 			state_reset(s, r.a);
 			b->ops->free(b);

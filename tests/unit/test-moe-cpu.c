@@ -104,7 +104,7 @@ static struct backend *new_backend(unsigned n_threads, size_t scratch_bytes)
 {
 	struct backend *b;
 
-	assert_int_equal(backend_cpu_new(n_threads, scratch_bytes, &b), 0);
+	assert_int_equal(backend_cpu_new(n_threads, scratch_bytes, NULL, &b), 0);
 	return b;
 }
 

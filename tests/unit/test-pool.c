@@ -43,7 +43,7 @@ static void test_sizes(void **state)
 	(void)state;
 
 	for (unsigned n_threads = 1; n_threads <= 5; n_threads++) {
-		struct pool *pool = pool_new(n_threads);
+		struct pool *pool = pool_new(n_threads, NULL);
 
 		assert_non_null(pool);
 		assert_int_equal(pool_n_threads(pool), n_threads);
@@ -73,7 +73,7 @@ static void note_self(void *arg, size_t i, unsigned thread)
 
 static void test_inline(void **state)
 {
-	struct pool *one = pool_new(1), *two = pool_new(2);
+	struct pool *one = pool_new(1, NULL), *two = pool_new(2, NULL);
 	pthread_t self = 0;
 	(void)state;
 
@@ -90,7 +90,7 @@ static void test_inline(void **state)
 static void test_stress(void **state)
 {
 	enum { LOOPS = 20000, MAX = 9 };
-	struct pool *pool = pool_new(4);
+	struct pool *pool = pool_new(4, NULL);
 	unsigned hits[MAX] = { 0 }, want[MAX] = { 0 };
 	(void)state;
 
@@ -112,11 +112,12 @@ static void test_stress(void **state)
  */
 static void test_parked(void **state)
 {
-	struct pool *pool = pool_new(3);
+	struct pool *pool = pool_new(3, NULL);
 	unsigned hits[60] = { 0 };
 	struct loop l = { .pool = pool, .hits = hits, .n = ARRAY_SIZE(hits), .value = 1, .wait = true };
 	(void)state;
 
+	pool_set_patience(pool, 0, 0);
 	/* Five rounds; more only where the machine is so busy that a worker never got a core. */
 	for (unsigned round = 1; round <= 5 || (l.threads_seen != 7 && round < 200); round++) {
 		usleep(2000);
@@ -128,10 +129,124 @@ static void test_parked(void **state)
 	pool_free(pool);
 }
 
+struct late {
+	struct pool *pool;
+	atomic_bool taken; /* the worker has a piece */
+	atomic_uint worker_pieces;
+	bool patient;
+};
+
+/* The worker keeps its piece until the caller has had enough of it. */
+static void late_piece(void *arg, size_t i, unsigned thread)
+{
+	struct late *l = arg;
+
+	(void)i;
+	if (thread > 0) {
+		atomic_store(&l->taken, true);
+		atomic_fetch_add(&l->worker_pieces, 1);
+		while (!l->patient && pool_n_away(l->pool) == 0)
+			usleep(100);
+	} else {
+		for (unsigned k = 0; k < 100000 && !atomic_load(&l->taken); k++)
+			usleep(100);
+	}
+}
+
+/* Who has lost its core is left out until its time is over; the loops go on, and are whole. */
+static void test_late(void **state)
+{
+	struct pool *pool = pool_new(2, NULL);
+	struct late l = { .pool = pool };
+	(void)state;
+
+	pool_set_patience(pool, 1, UINT64_C(3600) * 1000000);
+	pool_run(pool, 2, late_piece, &l);
+	assert_int_equal(l.worker_pieces, 1);
+	assert_int_equal(pool_n_away(pool), 1);
+
+	for (unsigned round = 0; round < 100; round++) {
+		unsigned hits[5] = { 0 };
+		struct loop loop = { .pool = pool, .hits = hits, .n = ARRAY_SIZE(hits), .value = 1 };
+
+		pool_run(pool, loop.n, piece, &loop);
+		for (size_t i = 0; i < loop.n; i++)
+			assert_int_equal(hits[i], 1);
+		assert_int_equal(loop.threads_seen, 1);
+	}
+	assert_int_equal(pool_n_away(pool), 1);
+	pool_free(pool); /* while it is away */
+}
+
+static void test_back(void **state)
+{
+	struct pool *pool = pool_new(2, NULL);
+	struct late l = { .pool = pool };
+	(void)state;
+
+	pool_set_patience(pool, 1, 1);
+	pool_run(pool, 2, late_piece, &l);
+	assert_int_equal(pool_n_away(pool), 1);
+	/* Called back by the next loop; the caller of this one waits for it without end. */
+	pool_set_patience(pool, 0, 0);
+	usleep(1000);
+	atomic_store(&l.taken, false);
+	l.patient = true;
+	pool_run(pool, 2, late_piece, &l);
+	assert_int_equal(pool_n_away(pool), 0);
+	assert_true(l.worker_pieces >= 2); /* it may have been the quicker one for both of the second loop */
+	pool_free(pool);
+}
+
+struct bound {
+	cpu_set_t want;
+	atomic_uint n_workers, n_wrong;
+};
+
+static void bound_piece(void *arg, size_t i, unsigned thread)
+{
+	struct bound *b = arg;
+	cpu_set_t got;
+
+	(void)i;
+	if (thread > 0) {
+		atomic_fetch_add(&b->n_workers, 1);
+		if (sched_getaffinity(0, sizeof(got), &got) < 0 || !CPU_EQUAL(&got, &b->want))
+			atomic_fetch_add(&b->n_wrong, 1);
+	} else {
+		for (unsigned k = 0; k < 100000 && atomic_load(&b->n_workers) == 0; k++)
+			usleep(100);
+	}
+}
+
+/* Workers keep to the CPUs that they are given. */
+static void test_bound(void **state)
+{
+	struct pool *pool;
+	struct bound b = { 0 };
+	cpu_set_t mine, got;
+	(void)state;
+
+	assert_int_equal(sched_getaffinity(0, sizeof(mine), &mine), 0);
+	CPU_ZERO(&b.want);
+	for (size_t cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&b.want) == 0; cpu++)
+		if (CPU_ISSET(cpu, &mine))
+			CPU_SET(cpu, &b.want);
+	pool = pool_new(3, &b.want);
+	assert_non_null(pool);
+	assert_int_equal(pool_n_threads(pool), 3);
+	pool_run(pool, 3, bound_piece, &b);
+	assert_true(b.n_workers > 0);
+	assert_int_equal(b.n_wrong, 0);
+	assert_int_equal(sched_getaffinity(0, sizeof(got), &got), 0);
+	assert_true(CPU_EQUAL(&got, &mine));
+	pool_free(pool);
+}
+
 /* An idle pool uses no CPU. */
 static void test_idle(void **state)
 {
-	struct pool *pool = pool_new(4);
+	struct pool *pool = pool_new(4, NULL);
 	struct timespec before, after;
 	int64_t used_us;
 	(void)state;
@@ -150,7 +265,8 @@ int main(void)
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_sizes),  cmocka_unit_test(test_inline),
 		cmocka_unit_test(test_stress), cmocka_unit_test(test_parked),
-		cmocka_unit_test(test_idle),
+		cmocka_unit_test(test_late),   cmocka_unit_test(test_back),
+		cmocka_unit_test(test_bound),  cmocka_unit_test(test_idle),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

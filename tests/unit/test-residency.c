@@ -1041,7 +1041,7 @@ static void test_same_logits(void **state)
 	copy_toy(path);
 	assert_int_equal(model_load(path, &rig.m, NULL), 0);
 	assert_int_equal(kv_arena_new(&rig.m->kv, false, (size_t)1 << 24, &rig.a), 0);
-	assert_int_equal(backend_cpu_new(2, graph_scratch_bytes(rig.m, 64), &rig.b), 0);
+	assert_int_equal(backend_cpu_new(2, graph_scratch_bytes(rig.m, 64), NULL, &rig.b), 0);
 	want = malloc(N_TOK * rig.m->n_vocab * sizeof(float));
 	got = malloc(N_TOK * rig.m->n_vocab * sizeof(float));
 	assert_true(want && got);
