@@ -35,8 +35,8 @@ static void name_processor(char name[PROCESSOR_MAX])
 
 static bool in_range(const struct cpu_tiles *t)
 {
-	return (t->reg_cols == 8 || (t->reg_cols >= 2 && t->reg_cols <= 4)) && t->l1_rows >= 4 &&
-	       t->l1_rows <= 64 && t->l2_cols >= 16 && t->l2_cols <= 512 && t->l2_cols % 16 == 0;
+	return t->reg_cols >= 2 && t->reg_cols <= 4 && t->l1_rows >= 4 && t->l1_rows <= 64 &&
+	       t->l2_cols >= 16 && t->l2_cols <= 512 && t->l2_cols % 16 == 0;
 }
 
 bool tiles_parse(const char *text, size_t len, const char *processor, const char *kernels,

@@ -96,29 +96,15 @@ INLINE const uint8_t *elem(enum quant_type type, const void *p, size_t i)
 }
 
 /* Entries of the table for weights and activations, each of the type that the table gives it. */
-extern __typeof__(*cpu_kernels_ref.dequant[0]) avx2_dequant_f32, avx2_dequant_f16,
-	avx2_dequant_bf16, avx2_dequant_q8_0, avx2_dequant_q4_0, avx2_dequant_q4_k,
-	avx2_dequant_q5_k, avx2_dequant_q6_k, avx2_dequant_mxfp4;
+extern __typeof__(*cpu_kernels_ref.dequant[0]) avx2_dequant_f32, avx2_dequant_f16, avx2_dequant_bf16,
+	avx2_dequant_q8_0, avx2_dequant_q4_0, avx2_dequant_q4_k, avx2_dequant_q5_k,
+	avx2_dequant_q6_k, avx2_dequant_mxfp4, avx2_dequant_q4_1, avx2_dequant_q5_0,
+	avx2_dequant_q5_1, avx2_dequant_q2_k, avx2_dequant_q3_k, avx2_dequant_iq2_xxs,
+	avx2_dequant_iq2_xs, avx2_dequant_iq3_xxs, avx2_dequant_iq4_nl, avx2_dequant_iq4_xs;
 extern __typeof__(*cpu_kernels_ref.quantize[0]) avx2_quantize_f32, avx2_quantize_f16,
 	avx2_quantize_bf16, avx2_quantize_q8_0, avx2_quantize_q8_k;
 extern __typeof__(*cpu_kernels_ref.matmul[0]) avx2_matmul_f32, avx2_matmul_f16, avx2_matmul_bf16,
 	avx2_matmul_q8_0, avx2_matmul_q4_0, avx2_matmul_q4_k, avx2_matmul_q5_k, avx2_matmul_q6_k,
-	avx2_matmul_mxfp4;
-
-/* Kernels on floats, of avx2.c. */
-extern __typeof__(*cpu_kernels_ref.rms_norm) avx2_rms_norm;
-extern __typeof__(*cpu_kernels_ref.l2_norm) avx2_l2_norm;
-extern __typeof__(*cpu_kernels_ref.add_scaled) avx2_add_scaled;
-extern __typeof__(*cpu_kernels_ref.silu_mul) avx2_silu_mul;
-extern __typeof__(*cpu_kernels_ref.swiglu_oai) avx2_swiglu_oai;
-extern __typeof__(*cpu_kernels_ref.sigmoid_mul) avx2_sigmoid_mul;
-extern __typeof__(*cpu_kernels_ref.softmax) avx2_softmax;
-extern __typeof__(*cpu_kernels_ref.rope_neox) avx2_rope_neox;
-extern __typeof__(*cpu_kernels_ref.rope_norm) avx2_rope_norm;
-extern __typeof__(*cpu_kernels_ref.top_k) avx2_top_k;
-extern __typeof__(*cpu_kernels_ref.attention) avx2_attention;
-extern __typeof__(*cpu_kernels_ref.f32_to_f16) avx2_f32_to_f16;
-extern __typeof__(*cpu_kernels_ref.f16_to_f32) avx2_f16_to_f32;
-extern __typeof__(*cpu_kernels_ref.conv_silu) avx2_conv_silu;
-extern __typeof__(*cpu_kernels_ref.delta_step) avx2_delta_step;
-extern __typeof__(*cpu_kernels_ref.delta_chunk) avx2_delta_chunk;
+	avx2_matmul_mxfp4, avx2_matmul_q4_1, avx2_matmul_q5_0, avx2_matmul_q5_1, avx2_matmul_q2_k,
+	avx2_matmul_q3_k, avx2_matmul_iq2_xxs, avx2_matmul_iq2_xs, avx2_matmul_iq3_xxs,
+	avx2_matmul_iq4_nl, avx2_matmul_iq4_xs;

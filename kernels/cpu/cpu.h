@@ -12,8 +12,9 @@
 #include "kernels/cpu/quant.h"
 
 /* Weights of `type` multiply activations converted to this form first: F32 as is; F16 and BF16 rounded to the same
- * type; Q4_0, Q8_0, MXFP4 -> Q8_0 blocks; K-quants -> Q8_K blocks. Same rounding as llama.cpp's CPU backend, so that
- * quantised models agree with it to float noise (facts of the peer: otherwise its own 8-bit activations dominate). */
+ * type; blocks of 32 -> Q8_0 blocks; super-blocks of 256 -> Q8_K blocks. Same rounding as llama.cpp's CPU backend, so that
+ * quantised models agree with it to float noise (facts of the peer: otherwise its own 8-bit activations dominate); only
+ * Q4_1 and Q5_1 differ, whose sums of activations are exact here and rounded to half precision there. */
 enum quant_type cpu_act_type(enum quant_type weight);
 
 /*
@@ -21,7 +22,7 @@ enum quant_type cpu_act_type(enum quant_type weight);
  * number is computed.
  */
 struct cpu_tiles {
-	unsigned reg_cols; /* 8, 4, 3 or 2: columns that share what is unpacked of a weight in registers */
+	unsigned reg_cols; /* 4, 3 or 2: columns that share what is unpacked of a weight in registers */
 	unsigned l1_rows; /* 4 to 64: rows of weights that stay in the first cache while columns pass */
 	unsigned l2_cols; /* 16 to 512, a multiple of 16: columns whose activations stay in the second cache while rows pass; the backend's pieces */
 };
@@ -47,7 +48,7 @@ struct cpu_attention {
 #define CPU_DELTA_CHUNK 64
 
 struct cpu_kernels {
-	const char *name;       /* "ref", "avx2", "avx512", "neon" */
+	const char *name;       /* "ref", "avx2", "avx512", "neon", "dotprod" */
 	struct cpu_tiles tiles; /* a good choice where nothing is measured */
 
 	/* y[i] = value of element i of a row of n elements. Indexed by weight type; NULL where there is no kernel. */
@@ -107,7 +108,7 @@ struct cpu_kernels {
 	/*
 	 * The same for n_tok <= CPU_DELTA_CHUNK tokens at once (chunked form: cumulative decay, unit lower triangular
 	 * solve, then one update of S). q, k, v, o: token t at [t * stride] (strides in floats); g, beta: [n_tok * gb_stride].
-	 * scratch: at least cpu_delta_scratch(k_dim, v_dim) floats. o must not alias v: it is cleared first.
+	 * scratch: at least cpu_delta_scratch(k_dim, v_dim) floats. o must not alias q, k or v.
 	 */
 	void (*delta_chunk)(float *S, const float *q, size_t q_stride, const float *k,
 			    size_t k_stride, const float *v, size_t v_stride, const float *g,
@@ -122,13 +123,13 @@ extern const struct cpu_kernels cpu_kernels_ref;
 #if defined(__x86_64__)
 extern const struct cpu_kernels cpu_kernels_avx2, cpu_kernels_avx512;
 #elif defined(__aarch64__)
-extern const struct cpu_kernels cpu_kernels_neon;
+extern const struct cpu_kernels cpu_kernels_neon, cpu_kernels_dotprod;
 #endif
 
 /* Every table that this CPU runs, the reference first, the best last; NULL beyond. */
 const struct cpu_kernels *cpu_kernels_at(size_t i);
-/* The best table this CPU runs; the environment RESIDENTD_CPU ("ref", "avx2", "avx512", "neon") overrides it (unknown or unsupported
- * names are ignored, and *ret_note, if not NULL, then says so: a static string). Decided anew at each call. */
+/* The best table this CPU runs; the environment RESIDENTD_CPU ("ref", "avx2", "avx512", "neon", "dotprod") overrides it (unknown or
+ * unsupported names are ignored, and *ret_note, if not NULL, then says so: a static string). Decided anew at each call. */
 const struct cpu_kernels *cpu_kernels_choose(const char **ret_note);
 
 /* Scalar conversions for tables and tests. */

@@ -13,29 +13,37 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 enum quant_type cpu_act_type(enum quant_type weight)
 {
-	if (weight == QUANT_Q8_0 || weight == QUANT_Q4_0 || weight == QUANT_MXFP4)
-		return QUANT_Q8_0;
-	if (weight == QUANT_Q4_K || weight == QUANT_Q5_K || weight == QUANT_Q6_K)
-		return QUANT_Q8_K;
-	return weight;
+	const struct quant_info *info = quant_info(weight);
+
+	if (!info || info->block_elems < QK_0)
+		return weight;
+	return info->block_elems == QK_K ? QUANT_Q8_K : QUANT_Q8_0;
 }
 
-/* The solved update of every token, and two matrices of inner products (tokens by tokens). */
+/* The keys and queries of a piece of the chunk, side by side: 16 tokens at most. */
 size_t cpu_delta_scratch(size_t k_dim, size_t v_dim)
 {
-	(void)k_dim;
+	(void)v_dim;
 
-	return CPU_DELTA_CHUNK * v_dim + 2 * CPU_DELTA_CHUNK * CPU_DELTA_CHUNK;
+	return 2 * 16 * k_dim;
 }
 
-/* A row of tiles' maxima and sums, and the weights of a tile of 64 positions, for every query; rounded up to lines. */
+/*
+ * Largest scores and sums, two vectors of up to 16 floats for every eight queries or less. The sum of
+ * values needs none: it is made where the result goes.
+ */
 size_t cpu_attention_scratch(size_t n_rows, size_t n_q, size_t v_dim)
 {
-	return n_rows * n_q * (v_dim + 64 + 16);
+	(void)v_dim;
+
+	return (n_rows * n_q + 7) / 8 * 2 * 16;
 }
 
 #if defined(__x86_64__)
@@ -61,6 +69,13 @@ static bool have_avx512(void)
 }
 #endif
 
+#if defined(__aarch64__)
+static bool have_dotprod(void)
+{
+	return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+}
+#endif
+
 static bool always(void)
 {
 	return true;
@@ -75,6 +90,9 @@ static const struct {
 #if defined(__x86_64__)
 	{ &cpu_kernels_avx2, have_avx2 },
 	{ &cpu_kernels_avx512, have_avx512 },
+#elif defined(__aarch64__)
+	{ &cpu_kernels_neon, always }, /* the architecture has it */
+	{ &cpu_kernels_dotprod, have_dotprod },
 #endif
 };
 
@@ -96,7 +114,7 @@ const struct cpu_kernels *cpu_kernels_choose(const char **ret_note)
 		found = found || streq(best->name, wanted);
 	}
 	if (!known)
-		note = "RESIDENTD_CPU: unknown kernel table, ignoring (known: ref, avx2, avx512, neon)";
+		note = "RESIDENTD_CPU: unknown kernel table, ignoring (known: ref, avx2, avx512, neon, dotprod)";
 	else if (!found)
 		note = "RESIDENTD_CPU: this CPU lacks instructions that the kernel table needs, ignoring";
 

@@ -181,7 +181,7 @@ static void call_back_due(struct pool *p, uint64_t now)
 	}
 }
 
-/* Those that still work have lost their core. */
+/* Those that still work have lost their core, or wait for a page of the model from the disk: then there is nothing to compute for long anyway. */
 static void send_late_away(struct pool *p)
 {
 	uint64_t now = now_us();

@@ -23,8 +23,8 @@ struct pool *pool_new(unsigned n_threads, const cpu_set_t *cpus);
 struct pool *pool_free(struct pool *p); /* joins; accepts NULL; returns NULL */
 unsigned pool_n_threads(const struct pool *p);
 unsigned pool_n_away(const struct pool *p); /* how many of them are left out at the moment */
-/* A worker is left out that ends its last piece late_us or more after the caller ended its own: away_us the first time, up to 16 times as long
- * when it happens again at once. */
+/* A worker is left out whose piece ends late_us or more, and four times the mean of the caller's own pieces, after the caller's last: away_us the
+ * first time, up to 16 times as long when it happens again at once. late_us 0: never. */
 void pool_set_patience(struct pool *p, uint64_t late_us, uint64_t away_us);
 /* Calls fn(arg, i, thread) for every i in [0, n), thread < pool_n_threads(); returns when all are done. Nesting is a bug. */
 void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned thread), void *arg);

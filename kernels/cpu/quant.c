@@ -65,12 +65,22 @@ bool quant_has_kernel(uint32_t type)
 	case QUANT_F32:
 	case QUANT_F16:
 	case QUANT_BF16:
-	case QUANT_Q4_0:
 	case QUANT_Q8_0:
+	case QUANT_Q4_0:
+	case QUANT_Q4_1:
+	case QUANT_Q5_0:
+	case QUANT_Q5_1:
+	case QUANT_MXFP4:
+	case QUANT_IQ4_NL:
+	case QUANT_Q2_K:
+	case QUANT_Q3_K:
 	case QUANT_Q4_K:
 	case QUANT_Q5_K:
 	case QUANT_Q6_K:
-	case QUANT_MXFP4: return true;
+	case QUANT_IQ2_XXS:
+	case QUANT_IQ2_XS:
+	case QUANT_IQ3_XXS:
+	case QUANT_IQ4_XS: return true;
 	default: return false;
 	}
 }

@@ -9,17 +9,29 @@
  * caller, contents are hostile and cannot hurt. Invariant: integers stay exact, and sums over a row
  * are made in double, so that the truth is never the noisier side.
  *
- * The formats in one place (d, dmin: f16; element i of a block; sub-block s):
- *   Q8_0   32   d * q[i]                                        q signed 8 bits
- *   Q4_0   32   d * (q[i] - 8)                                  low nibbles are elements 0-15, high ones 16-31
- *   MXFP4  32   2^(e - 128) * mxfp4[q[i]]                       nibbles as Q4_0; the table holds doubled values
- *   Q4_K  256   d * scale[s] * q[i] - dmin * min[s], s = i/32   per 64 elements: 32 low nibbles, then 32 high ones
- *   Q5_K  256   the same, q of 5 bits                           bit s of qh[i % 32] is the fifth bit
- *   Q6_K  256   d * scale[s] * (q[i] - 32), s = i/16            per 128 elements: 64 bytes of nibbles, 32 of bit pairs
+ * The formats in one place (d, m, dmin: f16; element i of a block; sub-block s):
+ *   Q8_0     32   d * q[i]                             q signed 8 bits
+ *   Q4_0     32   d * (q[i] - 8)                       low nibbles are elements 0-15, high ones 16-31
+ *   Q4_1     32   d * q[i] + m                         the same
+ *   Q5_0     32   d * (q[i] - 16)                      the same, q of 5 bits: bit i of qh is the fifth
+ *   Q5_1     32   d * q[i] + m                         the same
+ *   MXFP4    32   2^(e - 128) * mxfp4[q[i]]            nibbles as Q4_0; the table holds doubled values
+ *   IQ4_NL   32   d * iq4[q[i]]                        the same
+ *   Q2_K    256   d * scale[s] * q[i] - dmin * min[s]  s = i/16; per 128 elements: 32 bytes of bit pairs, low ones first
+ *   Q3_K    256   d * scale[s] * (q[i] - 4)            the same; bit i/32 of hmask[i % 32] is the third bit; scales less 32
+ *   Q4_K    256   d * scale[s] * q[i] - dmin * min[s]  s = i/32; per 64 elements: 32 low nibbles, then 32 high ones
+ *   Q5_K    256   the same, q of 5 bits                bit s of qh[i % 32] is the fifth bit
+ *   Q6_K    256   d * scale[s] * (q[i] - 32)           s = i/16; per 128 elements: 64 bytes of nibbles, 32 of bit pairs
+ *   IQ4_XS  256   d * scale[s] * iq4[q[i]]             s = i/32, 32 nibbles each as Q4_0; scales of 6 bits, less 32
+ *   IQ2_XXS 256   d/8 * (2 scale[s] + 1) * g           s = i/32: 4 indices of 8 bits for g, 4 of 7 for signs, scale of 4
+ *   IQ2_XS  256   the same, s = i/16                   per 8 elements 9 bits for g, 7 for its signs; scales are nibbles
+ *   IQ3_XXS 256   d/4 * (2 scale[s] + 1) * g           as IQ2_XXS, 8 indices for g; first those of all s, then the rest
+ * g: 8 (IQ3_XXS: 4) magnitudes of a codebook.
  */
 #include "kernels/cpu/ref.h"
 
 #include "daemon/base.h"
+#include "kernels/cpu/codebook.h"
 
 #include <math.h>
 #include <string.h>
@@ -112,38 +124,78 @@ static float e8m0_half(uint8_t e)
 
 static const int8_t mxfp4_values[16] = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };
 
-/* The types with blocks of 32 elements and one scale. Returns the scale. */
-static float unpack_32(enum quant_type type, const void *row, size_t block, int8_t q[QK_0])
-{
-	struct block_q8_0 q8;
-	struct block_q4_0 q4;
-	struct block_mxfp4 mx;
+/*
+ * A block of 32 as value = d * q + m. Without a minimum m is -0: adding it changes no number, not
+ * even a zero's sign.
+ */
+struct block {
+	float d, m;
+	int8_t q[QK_0];
+};
 
+/* Nibbles: through `values`, or less `offset`. Fifth bits are those of `high`. */
+static void unpack_nibbles(const uint8_t qs[QK_0 / 2], uint32_t high, const int8_t *values,
+			   int offset, int8_t q[QK_0])
+{
+	for (size_t i = 0; i < QK_0; i++) {
+		int nibble = i < QK_0 / 2 ? qs[i] & 15 : qs[i - QK_0 / 2] >> 4;
+
+		if (values)
+			q[i] = values[nibble];
+		else
+			q[i] = (int8_t)((nibble | (int)(high >> i & 1) << 4) - offset);
+	}
+}
+
+static uint32_t load_u32(const void *p)
+{
+	uint32_t u;
+
+	memcpy(&u, p, sizeof(u));
+	return u;
+}
+
+static void unpack_block(enum quant_type type, const void *row, size_t block, struct block *b)
+{
+	union {
+		struct block_q8_0 q8_0;
+		struct block_q4_0 q4_0;
+		struct block_q4_1 q4_1;
+		struct block_q5_0 q5_0;
+		struct block_q5_1 q5_1;
+		struct block_mxfp4 mxfp4;
+		struct block_iq4_nl iq4_nl;
+	} w;
+	size_t bytes = quant_info(type)->block_bytes;
+
+	memcpy(&w, (const uint8_t *)row + block * bytes, bytes);
+	b->d = f16_to_float(w.q8_0.d); /* of all but one the first field */
+	b->m = -0.0f;
 	if (type == QUANT_Q8_0) {
-		memcpy(&q8, (const uint8_t *)row + block * sizeof(q8), sizeof(q8));
-		memcpy(q, q8.qs, QK_0);
-		return f16_to_float(q8.d);
+		memcpy(b->q, w.q8_0.qs, QK_0);
+	} else if (type == QUANT_Q4_0) {
+		unpack_nibbles(w.q4_0.qs, 0, NULL, 8, b->q);
+	} else if (type == QUANT_Q4_1) {
+		b->m = f16_to_float(w.q4_1.m);
+		unpack_nibbles(w.q4_1.qs, 0, NULL, 0, b->q);
+	} else if (type == QUANT_Q5_0) {
+		unpack_nibbles(w.q5_0.qs, load_u32(w.q5_0.qh), NULL, 16, b->q);
+	} else if (type == QUANT_Q5_1) {
+		b->m = f16_to_float(w.q5_1.m);
+		unpack_nibbles(w.q5_1.qs, load_u32(w.q5_1.qh), NULL, 0, b->q);
+	} else if (type == QUANT_IQ4_NL) {
+		unpack_nibbles(w.iq4_nl.qs, 0, codebook_iq4, 0, b->q);
+	} else {
+		b->d = e8m0_half(w.mxfp4.e);
+		unpack_nibbles(w.mxfp4.qs, 0, mxfp4_values, 0, b->q);
 	}
-	if (type == QUANT_Q4_0) {
-		memcpy(&q4, (const uint8_t *)row + block * sizeof(q4), sizeof(q4));
-		for (size_t i = 0; i < QK_0 / 2; i++) {
-			q[i] = (int8_t)((q4.qs[i] & 15) - 8);
-			q[i + QK_0 / 2] = (int8_t)((q4.qs[i] >> 4) - 8);
-		}
-		return f16_to_float(q4.d);
-	}
-	memcpy(&mx, (const uint8_t *)row + block * sizeof(mx), sizeof(mx));
-	for (size_t i = 0; i < QK_0 / 2; i++) {
-		q[i] = mxfp4_values[mx.qs[i] & 15];
-		q[i + QK_0 / 2] = mxfp4_values[mx.qs[i] >> 4];
-	}
-	return e8m0_half(mx.e);
 }
 
 /*
- * One super-block of a K-quant as value = d * scale * q - dmin * min, by sub-blocks of 16 elements.
+ * A super-block of 256 as value = d * scale * q - dmin * min, by sub-blocks of 16 elements. Types
+ * without minimums leave the zeros that unpack_super() puts there.
  */
-struct k_block {
+struct super {
 	float d, dmin;
 	int8_t q[QK_K];
 	int8_t scale[QK_K / 16];
@@ -156,7 +208,7 @@ struct k_block {
  * whose upper two bits are the top bits of bytes i and 4 + i. Each is used for two sub-blocks of
  * 16.
  */
-static void unpack_k_scales(const uint8_t s[12], struct k_block *b)
+static void unpack_k_scales(const uint8_t s[12], struct super *b)
 {
 	for (size_t i = 0; i < 4; i++) {
 		b->scale[2 * i] = b->scale[2 * i + 1] = s[i] & 63;
@@ -173,7 +225,7 @@ static int8_t nibble_k(const uint8_t *qs, size_t i)
 	return (int8_t)(i % 64 < 32 ? byte & 15 : byte >> 4);
 }
 
-static void unpack_q4_k(const void *row, size_t block, struct k_block *b)
+static void unpack_q4_k(const void *row, size_t block, struct super *b)
 {
 	struct block_q4_k w;
 
@@ -185,7 +237,7 @@ static void unpack_q4_k(const void *row, size_t block, struct k_block *b)
 		b->q[i] = nibble_k(w.qs, i);
 }
 
-static void unpack_q5_k(const void *row, size_t block, struct k_block *b)
+static void unpack_q5_k(const void *row, size_t block, struct super *b)
 {
 	struct block_q5_k w;
 
@@ -197,14 +249,12 @@ static void unpack_q5_k(const void *row, size_t block, struct k_block *b)
 		b->q[i] = (int8_t)(nibble_k(w.qs, i) | (w.qh[i % 32] >> (i / 32) & 1) << 4);
 }
 
-static void unpack_q6_k(const void *row, size_t block, struct k_block *b)
+static void unpack_q6_k(const void *row, size_t block, struct super *b)
 {
 	struct block_q6_k w;
 
 	memcpy(&w, (const uint8_t *)row + block * sizeof(w), sizeof(w));
 	b->d = f16_to_float(w.d);
-	b->dmin = 0.0f;
-	memset(b->min, 0, sizeof(b->min));
 	memcpy(b->scale, w.scales, sizeof(b->scale));
 	for (size_t i = 0; i < QK_K; i++) {
 		size_t half = i / 128, quarter = i % 128 / 32, l = i % 32;
@@ -216,14 +266,127 @@ static void unpack_q6_k(const void *row, size_t block, struct k_block *b)
 	}
 }
 
-static void unpack_k(enum quant_type type, const void *row, size_t block, struct k_block *b)
+static int pair_k(const uint8_t *qs, size_t i)
 {
-	if (type == QUANT_Q4_K)
-		unpack_q4_k(row, block, b);
-	else if (type == QUANT_Q5_K)
-		unpack_q5_k(row, block, b);
-	else
-		unpack_q6_k(row, block, b);
+	return qs[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
+}
+
+static void unpack_q2_k(const void *row, size_t block, struct super *b)
+{
+	struct block_q2_k w;
+
+	memcpy(&w, (const uint8_t *)row + block * sizeof(w), sizeof(w));
+	b->d = f16_to_float(w.d);
+	b->dmin = f16_to_float(w.dmin);
+	for (size_t s = 0; s < QK_K / 16; s++) {
+		b->scale[s] = (int8_t)(w.scales[s] & 15);
+		b->min[s] = w.scales[s] >> 4;
+	}
+	for (size_t i = 0; i < QK_K; i++)
+		b->q[i] = (int8_t)pair_k(w.qs, i);
+}
+
+/*
+ * Bytes 0-7 hold the low nibbles of scales 0-7 (low) and 8-15 (high); bit pair s / 4 of byte
+ * 8 + s % 4 is the rest of scale s.
+ */
+static void unpack_q3_k(const void *row, size_t block, struct super *b)
+{
+	struct block_q3_k w;
+
+	memcpy(&w, (const uint8_t *)row + block * sizeof(w), sizeof(w));
+	b->d = f16_to_float(w.d);
+	for (size_t s = 0; s < QK_K / 16; s++) {
+		int low = w.scales[s % 8] >> (s / 8 * 4) & 15,
+		    high = w.scales[8 + s % 4] >> (s / 4 * 2) & 3;
+
+		b->scale[s] = (int8_t)((low | high << 4) - 32);
+	}
+	for (size_t i = 0; i < QK_K; i++)
+		b->q[i] = (int8_t)((pair_k(w.qs, i) | (w.hmask[i % 32] >> (i / 32) & 1) << 2) - 4);
+}
+
+static void unpack_iq4_xs(const void *row, size_t block, struct super *b)
+{
+	struct block_iq4_xs w;
+
+	memcpy(&w, (const uint8_t *)row + block * sizeof(w), sizeof(w));
+	b->d = f16_to_float(w.d);
+	for (size_t s = 0; s < QK_K / 32; s++) {
+		int low = w.scales_l[s / 2] >> (s % 2 * 4) & 15, high = w.scales_h >> (2 * s) & 3;
+
+		b->scale[2 * s] = b->scale[2 * s + 1] = (int8_t)((low | high << 4) - 32);
+		unpack_nibbles(w.qs + 16 * s, 0, codebook_iq4, 0, b->q + 32 * s);
+	}
+}
+
+/* Elements of a codebook, with signs by the seven lowest bits of `signs`. */
+static void unpack_group(const void *magnitudes, uint32_t signs, size_t n, size_t first, int8_t *q)
+{
+	const int8_t *m = magnitudes, *sign = (const int8_t *)&codebook_signs[signs & 127];
+
+	for (size_t k = 0; k < n; k++)
+		q[k] = (int8_t)(m[k] * sign[first + k]);
+}
+
+static void unpack_iq2_xxs(const void *row, size_t block, struct super *b)
+{
+	struct block_iq2_xxs w;
+
+	memcpy(&w, (const uint8_t *)row + block * sizeof(w), sizeof(w));
+	b->d = f16_to_float(w.d) / 8;
+	for (size_t s = 0; s < QK_K / 32; s++) {
+		const uint8_t *index = (const uint8_t *)&w.qs[4 * s];
+		uint32_t rest = load_u32(&w.qs[4 * s + 2]);
+
+		b->scale[2 * s] = b->scale[2 * s + 1] = (int8_t)(2 * (rest >> 28) + 1);
+		for (size_t k = 0; k < 4; k++)
+			unpack_group(&codebook_iq2_xxs[index[k]], rest >> 7 * k, 8, 0,
+				     b->q + 32 * s + 8 * k);
+	}
+}
+
+static void unpack_iq2_xs(const void *row, size_t block, struct super *b)
+{
+	struct block_iq2_xs w;
+
+	memcpy(&w, (const uint8_t *)row + block * sizeof(w), sizeof(w));
+	b->d = f16_to_float(w.d) / 8;
+	for (size_t s = 0; s < QK_K / 16; s++)
+		b->scale[s] = (int8_t)(2 * (w.scales[s / 2] >> (s % 2 * 4) & 15) + 1);
+	for (size_t k = 0; k < QK_K / 8; k++)
+		unpack_group(&codebook_iq2_xs[w.qs[k] & 511], w.qs[k] >> 9, 8, 0, b->q + 8 * k);
+}
+
+static void unpack_iq3_xxs(const void *row, size_t block, struct super *b)
+{
+	struct block_iq3_xxs w;
+
+	memcpy(&w, (const uint8_t *)row + block * sizeof(w), sizeof(w));
+	b->d = f16_to_float(w.d) / 4;
+	for (size_t s = 0; s < QK_K / 32; s++) {
+		uint32_t rest = load_u32(w.qs + QK_K / 4 + 4 * s);
+
+		b->scale[2 * s] = b->scale[2 * s + 1] = (int8_t)(2 * (rest >> 28) + 1);
+		for (size_t k = 0; k < 8; k++)
+			unpack_group(&codebook_iq3_xxs[w.qs[8 * s + k]], rest >> k / 2 * 7, 4,
+				     k % 2 * 4, b->q + 32 * s + 4 * k);
+	}
+}
+
+static void unpack_super(enum quant_type type, const void *row, size_t block, struct super *b)
+{
+	static void (*const unpack[QUANT_TYPE_MAX])(const void *row, size_t block, struct super *b) = {
+		[QUANT_Q2_K] = unpack_q2_k,     [QUANT_Q3_K] = unpack_q3_k,
+		[QUANT_Q4_K] = unpack_q4_k,     [QUANT_Q5_K] = unpack_q5_k,
+		[QUANT_Q6_K] = unpack_q6_k,     [QUANT_IQ2_XXS] = unpack_iq2_xxs,
+		[QUANT_IQ2_XS] = unpack_iq2_xs, [QUANT_IQ3_XXS] = unpack_iq3_xxs,
+		[QUANT_IQ4_XS] = unpack_iq4_xs,
+	};
+
+	b->dmin = 0.0f;
+	memset(b->min, 0, sizeof(b->min));
+	unpack[type](row, block, b);
 }
 
 /* rows to floats */
@@ -234,25 +397,25 @@ static void dequant_elems(enum quant_type type, const void *row, float *y, size_
 		y[i] = ref_load_elem(type, row, i);
 }
 
-static void dequant_32(enum quant_type type, const void *row, float *y, size_t n)
+static void dequant_block(enum quant_type type, const void *row, float *y, size_t n)
 {
 	for (size_t i = 0; i < n; i += QK_0) {
-		int8_t q[QK_0];
-		float d = unpack_32(type, row, i / QK_0, q);
+		struct block b;
 
+		unpack_block(type, row, i / QK_0, &b);
 		for (size_t j = 0; j < QK_0; j++)
-			y[i + j] = d * (float)q[j];
+			y[i + j] = b.d * (float)b.q[j] + b.m;
 	}
 }
 
-static void dequant_k(enum quant_type type, const void *row, float *y, size_t n)
+static void dequant_super(enum quant_type type, const void *row, float *y, size_t n)
 {
 	for (size_t i = 0; i < n; i += QK_K) {
-		struct k_block b;
+		struct super b;
 
-		unpack_k(type, row, i / QK_K, &b);
+		unpack_super(type, row, i / QK_K, &b);
 		for (size_t j = 0; j < QK_K; j++)
-			y[i + j] = b.d * (float)(b.scale[j / 16] * b.q[j]) -
+			y[i + j] = b.d * (float)b.scale[j / 16] * (float)b.q[j] -
 				   b.dmin * (float)b.min[j / 16];
 	}
 }
@@ -359,20 +522,23 @@ static double dot_elems(enum quant_type type, size_t n, const void *w, const voi
 	return sum;
 }
 
-static double dot_32(enum quant_type type, size_t n, const void *w, const void *act)
+/* d_w * d_x * sum(q_w * q_x) + m * d_x * sum(q_x), with exact sums. */
+static double dot_block(enum quant_type type, size_t n, const void *w, const void *act)
 {
 	double sum = 0;
 
 	for (size_t i = 0; i < n / QK_0; i++) {
-		int8_t q[QK_0];
-		float d = unpack_32(type, w, i, q);
+		struct block b;
 		struct block_q8_0 x;
-		int isum = 0;
+		int isum = 0, xsum = 0;
 
+		unpack_block(type, w, i, &b);
 		memcpy(&x, (const uint8_t *)act + i * sizeof(x), sizeof(x));
-		for (size_t j = 0; j < QK_0; j++)
-			isum += q[j] * x.qs[j];
-		sum += (double)d * (double)f16_to_float(x.d) * isum;
+		for (size_t j = 0; j < QK_0; j++) {
+			isum += b.q[j] * x.qs[j];
+			xsum += x.qs[j];
+		}
+		sum += (double)f16_to_float(x.d) * ((double)b.d * isum + (double)b.m * xsum);
 	}
 	return sum;
 }
@@ -381,16 +547,16 @@ static double dot_32(enum quant_type type, size_t n, const void *w, const void *
  * d_w * d_x * sum(scale * isum) - dmin * d_x * sum(min * bsum); both sums are exact integers of
  * less than 2^31.
  */
-static double dot_k(enum quant_type type, size_t n, const void *w, const void *act)
+static double dot_super(enum quant_type type, size_t n, const void *w, const void *act)
 {
 	double sum = 0;
 
 	for (size_t i = 0; i < n / QK_K; i++) {
-		struct k_block b;
+		struct super b;
 		struct block_q8_k x;
 		int scaled = 0, mins = 0;
 
-		unpack_k(type, w, i, &b);
+		unpack_super(type, w, i, &b);
 		memcpy(&x, (const uint8_t *)act + i * sizeof(x), sizeof(x));
 		for (size_t j = 0; j < QK_K; j++)
 			scaled += b.scale[j / 16] * b.q[j] * x.qs[j];
@@ -432,9 +598,19 @@ static void matmul(double (*dot)(enum quant_type type, size_t n, const void *w, 
 DEFINE_TYPE(f32, QUANT_F32, elems)
 DEFINE_TYPE(f16, QUANT_F16, elems)
 DEFINE_TYPE(bf16, QUANT_BF16, elems)
-DEFINE_TYPE(q8_0, QUANT_Q8_0, 32)
-DEFINE_TYPE(q4_0, QUANT_Q4_0, 32)
-DEFINE_TYPE(mxfp4, QUANT_MXFP4, 32)
-DEFINE_TYPE(q4_k, QUANT_Q4_K, k)
-DEFINE_TYPE(q5_k, QUANT_Q5_K, k)
-DEFINE_TYPE(q6_k, QUANT_Q6_K, k)
+DEFINE_TYPE(q8_0, QUANT_Q8_0, block)
+DEFINE_TYPE(q4_0, QUANT_Q4_0, block)
+DEFINE_TYPE(q4_1, QUANT_Q4_1, block)
+DEFINE_TYPE(q5_0, QUANT_Q5_0, block)
+DEFINE_TYPE(q5_1, QUANT_Q5_1, block)
+DEFINE_TYPE(mxfp4, QUANT_MXFP4, block)
+DEFINE_TYPE(iq4_nl, QUANT_IQ4_NL, block)
+DEFINE_TYPE(q2_k, QUANT_Q2_K, super)
+DEFINE_TYPE(q3_k, QUANT_Q3_K, super)
+DEFINE_TYPE(q4_k, QUANT_Q4_K, super)
+DEFINE_TYPE(q5_k, QUANT_Q5_K, super)
+DEFINE_TYPE(q6_k, QUANT_Q6_K, super)
+DEFINE_TYPE(iq2_xxs, QUANT_IQ2_XXS, super)
+DEFINE_TYPE(iq2_xs, QUANT_IQ2_XS, super)
+DEFINE_TYPE(iq3_xxs, QUANT_IQ3_XXS, super)
+DEFINE_TYPE(iq4_xs, QUANT_IQ4_XS, super)

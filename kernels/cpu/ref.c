@@ -114,19 +114,29 @@ static void rope_norm(float *x, const float *cs, size_t n_rot)
 	}
 }
 
+static bool above(float a, float b)
+{
+	return isnan(b) ? !isnan(a) : a > b;
+}
+
+static bool is_one_of(size_t i, const uint32_t *index, size_t n)
+{
+	for (size_t j = 0; j < n; j++)
+		if (index[j] == i)
+			return true;
+	return false;
+}
+
 static void top_k(float *x, size_t n, size_t k, uint32_t *index)
 {
-	for (size_t i = 0; i < n; i++)
-		x[i] = isnan(x[i]) ? -INFINITY : x[i];
 	for (size_t i = 0; i < k; i++) {
 		size_t best = n;
 
-		/* Strictly greater: of equals the lower index wins. What was taken is NaN now. */
+		/* Strictly above: of equals the lower index wins. */
 		for (size_t e = 0; e < n; e++)
-			if (!isnan(x[e]) && (best == n || x[e] > x[best]))
+			if ((best == n || above(x[e], x[best])) && !is_one_of(e, index, i))
 				best = e;
 		index[i] = (uint32_t)best;
-		x[best] = NAN;
 	}
 }
 
@@ -141,10 +151,11 @@ static double score(const struct cpu_attention *a, const float *q, size_t t)
 	return sum * (double)a->scale;
 }
 
-/* One query: positions [first, end). */
+/* One query: positions [first, end). Scores are made again for every few columns, as there is no place to keep them. */
 static void attend(const struct cpu_attention *a, const float *q, const float *sink, size_t first,
 		   size_t end, float *out)
 {
+	enum { COLUMNS = 128 };
 	enum quant_type type = a->kv_f16 ? QUANT_F16 : QUANT_F32;
 	double max = sink ? (double)*sink : -INFINITY, sum;
 
@@ -153,14 +164,20 @@ static void attend(const struct cpu_attention *a, const float *q, const float *s
 	sum = sink ? exp((double)*sink - max) : 0;
 	for (size_t t = first; t < end; t++)
 		sum += exp(score(a, q, t) - max);
-	for (size_t i = 0; i < a->v_dim; i++) {
-		double value = 0;
+	for (size_t i = 0; i < a->v_dim; i += COLUMNS) {
+		double value[COLUMNS] = { 0 };
+		size_t n = MIN(a->v_dim - i, (size_t)COLUMNS);
 
-		for (size_t t = first; t < end; t++)
-			value += exp(score(a, q, t) - max) *
-				 (double)ref_load_elem(type, a->v_pages[t / a->page_tok],
-						       t % a->page_tok * a->v_dim + i);
-		out[i] = (float)(value / sum);
+		for (size_t t = first; t < end; t++) {
+			double weight = exp(score(a, q, t) - max);
+
+			for (size_t j = 0; j < n; j++)
+				value[j] += weight *
+					    (double)ref_load_elem(type, a->v_pages[t / a->page_tok],
+								  t % a->page_tok * a->v_dim + i + j);
+		}
+		for (size_t j = 0; j < n; j++)
+			out[i + j] = (float)(value[j] / sum);
 	}
 }
 
@@ -260,6 +277,16 @@ const struct cpu_kernels cpu_kernels_ref = {
 		[QUANT_Q5_K] = ref_dequant_q5_k,
 		[QUANT_Q6_K] = ref_dequant_q6_k,
 		[QUANT_MXFP4] = ref_dequant_mxfp4,
+		[QUANT_Q4_1] = ref_dequant_q4_1,
+		[QUANT_Q5_0] = ref_dequant_q5_0,
+		[QUANT_Q5_1] = ref_dequant_q5_1,
+		[QUANT_Q2_K] = ref_dequant_q2_k,
+		[QUANT_Q3_K] = ref_dequant_q3_k,
+		[QUANT_IQ2_XXS] = ref_dequant_iq2_xxs,
+		[QUANT_IQ2_XS] = ref_dequant_iq2_xs,
+		[QUANT_IQ3_XXS] = ref_dequant_iq3_xxs,
+		[QUANT_IQ4_NL] = ref_dequant_iq4_nl,
+		[QUANT_IQ4_XS] = ref_dequant_iq4_xs,
 	},
 	.quantize = {
 		[QUANT_F32] = ref_quantize_f32,
@@ -278,6 +305,16 @@ const struct cpu_kernels cpu_kernels_ref = {
 		[QUANT_Q5_K] = ref_matmul_q5_k,
 		[QUANT_Q6_K] = ref_matmul_q6_k,
 		[QUANT_MXFP4] = ref_matmul_mxfp4,
+		[QUANT_Q4_1] = ref_matmul_q4_1,
+		[QUANT_Q5_0] = ref_matmul_q5_0,
+		[QUANT_Q5_1] = ref_matmul_q5_1,
+		[QUANT_Q2_K] = ref_matmul_q2_k,
+		[QUANT_Q3_K] = ref_matmul_q3_k,
+		[QUANT_IQ2_XXS] = ref_matmul_iq2_xxs,
+		[QUANT_IQ2_XS] = ref_matmul_iq2_xs,
+		[QUANT_IQ3_XXS] = ref_matmul_iq3_xxs,
+		[QUANT_IQ4_NL] = ref_matmul_iq4_nl,
+		[QUANT_IQ4_XS] = ref_matmul_iq4_xs,
 	},
 	.rms_norm = rms_norm,
 	.l2_norm = l2_norm,

@@ -10,7 +10,7 @@
 #include "kernels/cpu/cpu.h"
 
 /*
- * Tries columns of {8, 4, 3, 2} for registers, then rows for the first cache, then columns for the second, on products of
+ * Tries columns of {4, 3, 2} for registers (eight and more are laid out for vectors of columns, by the kernels themselves), then rows for the first cache, then columns for the second, on products of
  * Q4_K rows of 2048: each the shortest of a few runs of about a millisecond. cost: what a run takes, in any unit; NULL: measured. -ENOMEM.
  */
 struct tune_run {

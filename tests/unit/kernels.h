@@ -49,6 +49,23 @@ static inline float *new_floats(size_t n)
 	return x;
 }
 
+/* Where a block has its scale of half precision, and its minimum; 0: it has no minimum. */
+static inline size_t scale_at(enum quant_type type)
+{
+	return type == QUANT_Q2_K   ? offsetof(struct block_q2_k, d)
+	       : type == QUANT_Q3_K ? offsetof(struct block_q3_k, d)
+	       : type == QUANT_Q6_K ? offsetof(struct block_q6_k, d)
+				    : 0;
+}
+
+static inline size_t min_at(enum quant_type type)
+{
+	return type == QUANT_Q2_K                         ? offsetof(struct block_q2_k, dmin)
+	       : type == QUANT_Q4_K || type == QUANT_Q5_K ? offsetof(struct block_q4_k, dmin)
+	       : type == QUANT_Q4_1 || type == QUANT_Q5_1 ? offsetof(struct block_q4_1, m)
+							  : 0;
+}
+
 /* The table beside the reference at hand, or NULL where this machine has none. */
 static const struct cpu_kernels *table_under_test;
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * test-kernels-float.c: the kernels on floats: norms, activation functions, softmax, rope,
- * attention, the convolution and the gated delta rule, of both tables, against naive double
+ * test-kernels-float.c: the kernels on floats: norms, activation functions, softmax, rope, routing,
+ * attention, the convolution and the gated delta rule, of every table, against naive double
  * arithmetic. Bounds: see kernels.h.
  */
 #include "tests/test.h"
@@ -79,6 +79,52 @@ static void check_activations(const struct cpu_kernels *k, size_t n)
 	assert_memory_equal(x, y, n * sizeof(*x));
 }
 
+static void check_swiglu(const struct cpu_kernels *k, size_t n)
+{
+	_cleanup_(freep) float *gate = new_floats(n), *up = new_floats(n), *y = new_floats(n);
+
+	for (size_t i = 0; i < n; i++) {
+		gate[i] *= 20;
+		up[i] *= 10;
+	}
+	k->swiglu_oai(gate, up, y, n);
+	for (size_t i = 0; i < n; i++) {
+		double g = fmin((double)gate[i], 7), u = fmax(fmin((double)up[i], 7), -7);
+		double x = (double)1.702f * g, want = g * naive_sigmoid(x) * (u + 1);
+
+		/* As above and another sum and product; that x is rounded is relative to the exponential. */
+		assert_close(y[i], want, (8 + fabs(x)) * U * fabs(want));
+	}
+	k->swiglu_oai(gate, up, gate, n); /* in place */
+	assert_memory_equal(gate, y, n * sizeof(*y));
+}
+
+static void check_swiglu_limits(const struct cpu_kernels *k)
+{
+	const float gate[8] = { 7, 1e30f, INFINITY, 7, 7, NAN, -INFINITY, -1e30f },
+		    up[8] = { 7, 1e30f, INFINITY, -7, -INFINITY, 1, 1, 1 };
+	double top = 7 * naive_sigmoid(7 * (double)1.702f);
+	float y[8];
+
+	k->swiglu_oai(gate, up, y, 8);
+	assert_close(y[0], top * 8, 20 * U * top * 8);
+	assert_true(y[1] == y[0] && y[2] == y[0]);
+	assert_close(y[3], top * -6, 20 * U * top * 6);
+	assert_true(y[4] == y[3]);
+	assert_true(isnan(y[5]) && isnan(y[6]) && y[7] == 0);
+	/* One that is no number is the lower limit wherever in a vector it stands. */
+	for (size_t i = 0; i < 21; i++) {
+		float ones[21], odd[21], all[21];
+
+		for (size_t j = 0; j < ARRAY_SIZE(ones); j++) {
+			ones[j] = 1;
+			odd[j] = j == i ? NAN : -9;
+		}
+		k->swiglu_oai(ones, odd, all, ARRAY_SIZE(ones));
+		assert_close(all[i], -6 * naive_sigmoid((double)1.702f), 40 * U);
+	}
+}
+
 static void check_softmax(const struct cpu_kernels *k, size_t n)
 {
 	_cleanup_(freep) float *x = new_floats(n), *y = NULL;
@@ -109,10 +155,13 @@ static void check_float_kernels(const struct cpu_kernels *k)
 	for (size_t n = 1; n < 70; n++) {
 		check_norms(k, n);
 		check_activations(k, n);
+		check_swiglu(k, n);
 		check_softmax(k, n);
 	}
 	check_norms(k, 2048);
 	check_activations(k, 2051);
+	check_swiglu(k, 2051);
+	check_swiglu_limits(k);
 	check_softmax(k, 2051);
 	k->softmax(NULL, 0);
 }
@@ -193,6 +242,17 @@ static void check_rope(const struct cpu_kernels *k)
 				     2 * U * (fabs(a * s) + fabs(b * c)));
 		}
 		assert_true(y[n_rot] == x[n_rot]);
+
+		memcpy(y, x, n_rot * sizeof(*y));
+		k->rope_norm(y, cs, n_rot);
+		for (size_t i = 0; i < n_rot; i += 2) {
+			double a = (double)x[i], b = (double)x[i + 1];
+			double c = (double)cs[i], s = (double)cs[i + 1];
+
+			assert_close(y[i], a * c - b * s, 2 * U * (fabs(a * c) + fabs(b * s)));
+			assert_close(y[i + 1], a * s + b * c, 2 * U * (fabs(a * s) + fabs(b * c)));
+		}
+		assert_true(y[n_rot] == x[n_rot]);
 	}
 }
 
@@ -207,12 +267,73 @@ static void test_rope(void **state)
 		check_rope(k);
 }
 
+/* Routing */
+
+static bool goes_before(const float *x, size_t a, size_t b)
+{
+	if (isnan(x[a]) || isnan(x[b]))
+		return isnan(x[a]) == isnan(x[b]) ? a < b : isnan(x[b]);
+	return x[a] == x[b] ? a < b : x[a] > x[b];
+}
+
+static void check_top_k(const struct cpu_kernels *k, const float *x, size_t n, size_t n_top)
+{
+	_cleanup_(freep) float *y = copy_floats(x, n);
+	_cleanup_(freep) uint32_t *index = new_bytes(n_top * sizeof(*index));
+
+	k->top_k(y, n, n_top, index);
+	for (size_t i = 0; i < n; i++) {
+		size_t rank = 0;
+
+		for (size_t j = 0; j < n; j++)
+			rank += goes_before(x, j, i);
+		if (rank < n_top && index[rank] != i)
+			fail_msg("%s of %zu, number %zu is %u, not %zu", k->name, n, rank,
+				 (unsigned)index[rank], i);
+	}
+}
+
+static void check_top_ks(const struct cpu_kernels *k, size_t n)
+{
+	static const float special[] = { 0.0f,      -0.0f,      INFINITY, -INFINITY, NAN,  -NAN,
+					 0x1p-149f, -0x1p-149f, 1e38f,    -1e38f,    1.0f, -1.0f };
+	_cleanup_(freep) float *x = new_floats(n), *few = new_floats(n), *equal = new_floats(n),
+			       *odd = new_floats(n);
+	const float *all[] = { x, few, equal, odd };
+	const size_t n_top[] = { 1, MIN(n, (size_t)8), n };
+
+	for (size_t i = 0; i < n; i++) {
+		few[i] = (float)(random_u32() % 5) - 2;
+		equal[i] = n % 2 ? -INFINITY : NAN;
+		odd[i] = special[random_u32() % ARRAY_SIZE(special)];
+	}
+	for (size_t i = 0; i < ARRAY_SIZE(all); i++)
+		for (size_t j = 0; j < ARRAY_SIZE(n_top); j++)
+			check_top_k(k, all[i], n, n_top[j]);
+}
+
+static void test_top_k(void **state)
+{
+	static const size_t large[] = { 64, 100, 128, 256, 257 };
+	const struct cpu_kernels *tables[] = { &cpu_kernels_ref, fast_table() };
+	(void)state;
+
+	seed = 15;
+	for (size_t t = 0; t < ARRAY_SIZE(tables) && tables[t]; t++) {
+		for (size_t n = 1; n < 40; n++)
+			check_top_ks(tables[t], n);
+		for (size_t i = 0; i < ARRAY_SIZE(large); i++)
+			check_top_ks(tables[t], large[i]);
+	}
+}
+
 /* Attention */
 
 #define PAGE_TOK 16
+#define MAX_KV   (14 * PAGE_TOK)
 
 struct kv {
-	void *pages[8];
+	void *pages[MAX_KV / PAGE_TOK];
 	bool f16;
 };
 
@@ -236,56 +357,151 @@ static double kv_at(const struct kv *kv, size_t t, size_t dim, size_t i)
 		       : (double)((float *)kv->pages[t / PAGE_TOK])[at];
 }
 
-static void check_attention(const struct cpu_kernels *k, size_t n_kv, size_t k_dim, size_t v_dim,
-			    bool f16)
+static void kv_set(const struct kv *kv, size_t t, size_t dim, size_t i, float value)
 {
-	struct kv keys = { .f16 = f16 }, values = { .f16 = f16 };
-	_cleanup_(freep) float *q = new_floats(k_dim), *out = new_floats(v_dim),
-			       *scratch = new_floats(cpu_attention_scratch(1, 1, v_dim));
-	double weight[128], max = -INFINITY, total = 0;
+	size_t at = t % PAGE_TOK * dim + i;
 
-	kv_make(&keys, n_kv, k_dim);
-	kv_make(&values, n_kv, v_dim);
-	k->attention(&(struct cpu_attention){ .q = q,
-					      .out = out,
-					      .n_rows = 1,
-					      .n_q = 1,
-					      .k_pages = (const void *const *)keys.pages,
-					      .v_pages = (const void *const *)values.pages,
-					      .page_tok = PAGE_TOK,
-					      .k_dim = k_dim,
-					      .v_dim = v_dim,
-					      .pos = n_kv - 1,
-					      .kv_f16 = f16,
-					      .scale = 0.5f,
-					      .scratch = scratch });
+	if (kv->f16)
+		((uint16_t *)kv->pages[t / PAGE_TOK])[at] = float_to_f16(value);
+	else
+		((float *)kv->pages[t / PAGE_TOK])[at] = value;
+}
 
-	for (size_t t = 0; t < n_kv; t++) {
+static void kv_done(struct kv *kv)
+{
+	for (size_t p = 0; p < ARRAY_SIZE(kv->pages); p++)
+		free(kv->pages[p]);
+}
+
+/* All elements, position by position. */
+static double *kv_doubles(const struct kv *kv, size_t n_kv, size_t dim)
+{
+	double *x = new_bytes(n_kv * dim * sizeof(*x));
+
+	for (size_t i = 0; i < n_kv * dim; i++)
+		x[i] = kv_at(kv, i / dim, dim, i % dim);
+	return x;
+}
+
+/*
+ * |values| < 1, so the bound is the relative error of the weights: a score of 256 products is off by
+ * about 256 / 8 * U * 8 = 2e-5 at worst and by 1e-6 as errors go; a wrong index or page gives 1e-2 and
+ * more. What is infinite or not a number must be the same.
+ */
+static void assert_attended(float got, double want)
+{
+	if (isfinite(want))
+		assert_close(got, want, 1e-5);
+	else
+		assert_true(isnan(want) ? isnan(got) : (double)got == want);
+}
+
+/* One query by the definition; sink: NULL for none. */
+static void check_query(const struct cpu_attention *a, const double *keys, const double *values,
+			const float *q, const float *sink, size_t first, size_t end, const float *out)
+{
+	double weight[MAX_KV], max = sink ? (double)*sink : -INFINITY, total;
+
+	for (size_t t = first; t < end; t++) {
 		weight[t] = 0;
-		for (size_t i = 0; i < k_dim; i++)
-			weight[t] += 0.5 * (double)q[i] * kv_at(&keys, t, k_dim, i);
+		for (size_t i = 0; i < a->k_dim; i++)
+			weight[t] += (double)q[i] * keys[t * a->k_dim + i];
+		weight[t] *= (double)a->scale;
 		max = fmax(max, weight[t]);
 	}
-	for (size_t t = 0; t < n_kv; t++)
+	total = sink ? exp((double)*sink - max) : 0;
+	for (size_t t = first; t < end; t++)
 		total += weight[t] = exp(weight[t] - max);
-	for (size_t i = 0; i < v_dim; i++) {
+	for (size_t i = 0; i < a->v_dim; i++) {
 		double sum = 0;
 
-		for (size_t t = 0; t < n_kv; t++)
-			sum += weight[t] / total * kv_at(&values, t, v_dim, i);
-		/*
-		 * |values| < 1, so this is the relative error of the weights: a score of 256
-		 * products is off by about 256 / 8 * U * 8 = 2e-5 at worst and by 1e-6 as errors
-		 * go; a wrong index or page gives 1e-2 and more.
-		 */
-		assert_close(out[i], sum, 1e-5);
-	}
-	for (size_t p = 0; p < ARRAY_SIZE(keys.pages); p++) {
-		free(p * PAGE_TOK < n_kv ? keys.pages[p] : NULL);
-		free(p * PAGE_TOK < n_kv ? values.pages[p] : NULL);
+		for (size_t t = first; t < end; t++)
+			sum += weight[t] / total * values[t * a->v_dim + i];
+		assert_attended(out[i], sum);
 	}
 }
 
+enum hostile {
+	TAME,
+	KEYS,   /* some scores are infinite */
+	VALUES, /* some values are */
+	START, /* all scores of the first positions are: nothing to subtract until a finite one comes */
+};
+
+static void make_hostile(enum hostile hostile, const struct cpu_attention *a, const struct kv *keys,
+			 const struct kv *values, size_t n_kv)
+{
+	static const size_t at[] = { 0, 2, 11, 70, 90 };
+
+	for (size_t t = 0; hostile == START && t < MIN(n_kv - 1, (size_t)70); t++)
+		kv_set(keys, t, a->k_dim, 0, -INFINITY);
+	if (hostile == START)
+		return;
+	for (size_t i = 0; hostile != TAME && i < ARRAY_SIZE(at); i++) {
+		float inf = i % 2 ? INFINITY : -INFINITY;
+
+		/* Of the last rows some see the last position only. */
+		for (size_t t = at[i]; t < n_kv; t = t < n_kv - 1 ? n_kv - 1 : n_kv) {
+			if (hostile == KEYS)
+				kv_set(keys, t, a->k_dim, 0, inf);
+			else
+				kv_set(values, t, a->v_dim, i % a->v_dim, inf);
+		}
+	}
+}
+
+static void check_attention(const struct cpu_kernels *k, size_t pos, size_t n_rows, size_t n_q,
+			    const size_t dims[2], size_t window, bool f16, bool with_sinks,
+			    enum hostile hostile)
+{
+	size_t n_kv = pos + n_rows, q_stride = n_q * dims[0] + 5, out_stride = n_q * dims[1] + 3;
+	struct kv keys = { .f16 = f16 }, values = { .f16 = f16 };
+	_cleanup_(freep) float *q = new_floats((n_rows - 1) * q_stride + n_q * dims[0]);
+	_cleanup_(freep) float *out = new_floats((n_rows - 1) * out_stride + n_q * dims[1]);
+	_cleanup_(freep) float *scratch = new_floats(cpu_attention_scratch(n_rows, n_q, dims[1])),
+			       *sinks = new_floats(n_q);
+	_cleanup_(freep) double *key = NULL, *value = NULL;
+	struct cpu_attention a = { .q = q,
+				   .out = out,
+				   .q_stride = q_stride,
+				   .out_stride = out_stride,
+				   .n_rows = n_rows,
+				   .n_q = n_q,
+				   .page_tok = PAGE_TOK,
+				   .k_dim = dims[0],
+				   .v_dim = dims[1],
+				   .pos = pos,
+				   .window = window,
+				   .kv_f16 = f16,
+				   .scale = 0.5f,
+				   .sinks = with_sinks ? sinks : NULL,
+				   .scratch = scratch };
+
+	kv_make(&keys, n_kv, dims[0]);
+	kv_make(&values, n_kv, dims[1]);
+	make_hostile(hostile, &a, &keys, &values, n_kv);
+	a.k_pages = (const void *const *)keys.pages;
+	a.v_pages = (const void *const *)values.pages;
+	for (size_t i = 0; i + 1 < n_rows; i++)
+		out[i * out_stride + n_q * dims[1]] = 77;
+	k->attention(&a);
+
+	key = kv_doubles(&keys, n_kv, dims[0]);
+	value = kv_doubles(&values, n_kv, dims[1]);
+	for (size_t i = 0; i < n_rows; i++) {
+		size_t end = pos + i + 1, first = window > 0 && end > window ? end - window : 0;
+
+		for (size_t h = 0; h < n_q; h++)
+			check_query(&a, key, value, q + i * q_stride + h * dims[0],
+				    with_sinks ? sinks + h : NULL, first, end,
+				    out + i * out_stride + h * dims[1]);
+		assert_true(i + 1 == n_rows || out[i * out_stride + n_q * dims[1]] == 77);
+	}
+	kv_done(&keys);
+	kv_done(&values);
+}
+
+/* Many positions and dimensions, one query. */
 static void test_attention(void **state)
 {
 	static const size_t n_kv[] = { 1, 15, 16, 17, 50, 128 },
@@ -298,7 +514,58 @@ static void test_attention(void **state)
 		for (size_t i = 0; i < ARRAY_SIZE(n_kv); i++)
 			for (size_t d = 0; d < ARRAY_SIZE(dims); d++)
 				for (int f16 = 0; f16 < 2; f16++)
-					check_attention(tables[t], n_kv[i], dims[d][0], dims[d][1], f16);
+					check_attention(tables[t], n_kv[i] - 1, 1, 1, dims[d], 0,
+							f16, false, TAME);
+}
+
+/* Every number of queries and rows with every window, before and beyond a tile of positions. */
+static void check_attentions(const struct cpu_kernels *k, const size_t dims[2])
+{
+	static const size_t pos[] = { 0, 5, 48, 200 }, n_q[] = { 1, 3, 8 }, n_rows[] = { 1, 2, 16 },
+			    window[] = { 0, 1, 7, 128 };
+
+	for (size_t i = 0; i < 4 * 3 * 3 * 4; i++)
+		for (unsigned how = 0; how < 4; how++)
+			check_attention(k, pos[i % 4], n_rows[i / 4 % 3], n_q[i / 12 % 3], dims,
+					window[i / 36], how & 1, how & 2, TAME);
+}
+
+static void test_attention_shared(void **state)
+{
+	const struct cpu_kernels *tables[] = { &cpu_kernels_ref, fast_table() };
+	(void)state;
+
+	seed = 13;
+	for (size_t t = 0; t < ARRAY_SIZE(tables) && tables[t]; t++) {
+		check_attentions(tables[t], (const size_t[]){ 20, 13 });
+		check_attentions(tables[t], (const size_t[]){ 64, 80 });
+		check_attention(tables[t], 200, 2, 8, (const size_t[]){ 256, 256 }, 0, true, true, TAME);
+		check_attention(tables[t], 90, 1, 4, (const size_t[]){ 128, 128 }, 0, true, true, TAME);
+		check_attention(tables[t], 90, 1, 2, (const size_t[]){ 128, 128 }, 0, false, false,
+				TAME);
+		check_attention(tables[t], 30, 3, 11, (const size_t[]){ 31, 65 }, 9, true, true, TAME);
+	}
+}
+
+/* Infinities change what may see them in the way that the definition says, and nothing else. */
+static void test_attention_infinite(void **state)
+{
+	static const size_t pos[] = { 0, 1, 9, 77 }, window[] = { 0, 1, 7 };
+	const struct cpu_kernels *tables[] = { &cpu_kernels_ref, fast_table() };
+	(void)state;
+
+	seed = 14;
+	for (size_t t = 0; t < ARRAY_SIZE(tables) && tables[t]; t++)
+		for (size_t i = 0; i < 4 * 3; i++)
+			for (unsigned how = 0; how < 12; how++) {
+				enum hostile hostile = how < 4 ? KEYS : how < 8 ? VALUES : START;
+				size_t p = pos[i % 4], w = window[i / 4];
+
+				check_attention(tables[t], p, 16, 1, (const size_t[]){ 20, 13 }, w,
+						how & 1, how & 2, hostile);
+				check_attention(tables[t], p, 5, 8, (const size_t[]){ 16, 40 }, w,
+						how & 1, how & 2, hostile);
+			}
 }
 
 /* Convolution */
@@ -533,10 +800,17 @@ static void test_delta_strides(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_float_ref),     cmocka_unit_test(test_float_simd),
-		cmocka_unit_test(test_exp_range),     cmocka_unit_test(test_rope),
-		cmocka_unit_test(test_attention),     cmocka_unit_test(test_conv),
-		cmocka_unit_test(test_delta_ref),     cmocka_unit_test(test_delta_simd),
+		cmocka_unit_test(test_float_ref),
+		cmocka_unit_test(test_float_simd),
+		cmocka_unit_test(test_exp_range),
+		cmocka_unit_test(test_rope),
+		cmocka_unit_test(test_top_k),
+		cmocka_unit_test(test_attention),
+		cmocka_unit_test(test_attention_shared),
+		cmocka_unit_test(test_attention_infinite),
+		cmocka_unit_test(test_conv),
+		cmocka_unit_test(test_delta_ref),
+		cmocka_unit_test(test_delta_simd),
 		cmocka_unit_test(test_delta_strides),
 	};
 

@@ -7,14 +7,21 @@
  */
 #include "tests/test.h"
 
+#include "kernels/cpu/codebook.h"
 #include "tests/unit/kernels.h"
 
 #include <float.h>
+#include <inttypes.h>
 #include <math.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
-static const enum quant_type weight_types[] = { QUANT_F32,  QUANT_F16,  QUANT_BF16,
-						QUANT_Q8_0, QUANT_Q4_0, QUANT_Q4_K,
-						QUANT_Q5_K, QUANT_Q6_K, QUANT_MXFP4 };
+static const enum quant_type weight_types[] = {
+	QUANT_F32,     QUANT_F16,    QUANT_BF16,   QUANT_Q8_0,    QUANT_Q4_0,
+	QUANT_Q4_1,    QUANT_Q5_0,   QUANT_Q5_1,   QUANT_Q2_K,    QUANT_Q3_K,
+	QUANT_Q4_K,    QUANT_Q5_K,   QUANT_Q6_K,   QUANT_IQ2_XXS, QUANT_IQ2_XS,
+	QUANT_IQ3_XXS, QUANT_IQ4_NL, QUANT_IQ4_XS, QUANT_MXFP4,
+};
 
 static uint32_t float_bits(float f)
 {
@@ -174,6 +181,44 @@ static void test_dequant_32(void **state)
 	check_row(QUANT_MXFP4, mx, want, 96);
 }
 
+static void test_dequant_32_more(void **state)
+{
+	struct block_q4_1 q41 = { .d = 0x4000 /* 2 */, .m = 0xbc00 /* -1 */, .qs = { 0x70, [15] = 0xf3 } };
+	struct block_q5_0 q50 = { .d = 0x4000,
+				  .qh = { 0x01, 0x80, 0x01, 0x80 },
+				  .qs = { 0x70, 0x0f, [15] = 0xf3 } };
+	struct block_q5_1 q51 = {
+		.d = 0x4000, .m = 0xbc00, .qh = { 0x01, 0x80, 0x02, 0x80 }, .qs = { 0x70, [15] = 0xf3 }
+	};
+	struct block_iq4_nl nl = { .d = 0x3800 /* 0.5 */ };
+	float want[32];
+	(void)state;
+
+	for (size_t i = 0; i < 32; i++)
+		want[i] = -1;
+	want[16] = 13, want[15] = 5, want[31] = 29;
+	check_row(QUANT_Q4_1, &q41, want, 32);
+
+	/* Fifth bits of elements 0 and 15, 16 (17 below) and 31. */
+	want[0] = 31, want[16] = 13, want[15] = 37, want[17] = 31, want[31] = 61;
+	check_row(QUANT_Q5_1, &q51, want, 32);
+
+	for (size_t i = 0; i < 32; i++)
+		want[i] = -32;
+	want[0] = 0, want[16] = 14, want[1] = -2, want[15] = 6, want[31] = 30;
+	check_row(QUANT_Q5_0, &q50, want, 32);
+
+	for (size_t i = 0; i < 16; i++)
+		nl.qs[i] = (uint8_t)(i | (15 - i) << 4);
+	memcpy(want,
+	       (const float[]){ -63.5f, -52, -41.5f, -32.5f, -24.5f, -17.5f, -11, -5, 0.5f, 6.5f,
+				12.5f, 19, 26.5f, 34.5f, 44.5f, 56.5f },
+	       64);
+	for (size_t i = 0; i < 16; i++)
+		want[31 - i] = want[i];
+	check_row(QUANT_IQ4_NL, &nl, want, 32);
+}
+
 /*
  * Scales and mins used below: scale 0 = 1, scale 1 = 63, scale 4 = 0x25 (low nibble 5 in byte 8,
  * top bits 2 in byte 0), scale 7 = 0x3f; min 0 = 2, min 3 = 0x3f, min 4 = 0x1a (low nibble 10 in
@@ -219,6 +264,113 @@ static void test_dequant_k(void **state)
 	q6.ql[96 + 31] = 0xe0, q6.qh[63] = 0xc0,
 		   want[255] = (62 - 32) * 63.5f; /* 0x3e in the last quarter */
 	check_row(QUANT_Q6_K, &q6, want, 256);
+}
+
+static void test_dequant_low_k(void **state)
+{
+	struct block_q2_k q2 = { .d = 0x3c00 /* 1 */,
+				 .dmin = 0x3800 /* 0.5 */,
+				 .scales = { 0x21, 0x0f, [8] = 0xf2, [15] = 0x03 } };
+	/* Scales 0, 1, 9, 15 are 1, -32, 5 and 31: 33, 0, 37 and 63. The others are 0: 32. */
+	struct block_q3_k q3 = { .d = 0x3800,
+				 .scales = { 0x01, 0x50, [7] = 0xf0, [8] = 0xaa, 0xa8, 0xaa, 0xea } };
+	struct block_iq4_xs xs = { .d = 0x3800, .scales_h = 0x0003, .scales_l = { 0x0f, 0, 0, 0xf0 } };
+	float want[256];
+	(void)state;
+
+	for (size_t i = 0; i < 256; i++)
+		want[i] = i < 16 ? -1 : i / 16 == 8 ? -7.5f : 0;
+	q2.qs[0] = 0xe4, want[0] = -1; /* 0, 1, 2, 3 of elements 0, 32, 64, 96, with scales 1, 0, 0, 0 */
+	q2.qs[1] = 0x03, want[1] = 3 - 1;
+	q2.qs[16] = 0x02, want[16] = 2 * 15;
+	q2.qs[32] = 0x01, want[128] = 2 - 7.5f;
+	q2.qs[63] = 0xc0, want[255] = 3 * 3;
+	check_row(QUANT_Q2_K, &q2, want, 256);
+
+	for (size_t i = 0; i < 256; i++) /* q = 0 is -4 */
+		want[i] = i < 16 ? -2 : i < 32 ? 64 : i / 16 == 9 ? -10 : i >= 240 ? -62 : 0;
+	q3.qs[0] = 0x03, want[0] = -0.5f;
+	q3.qs[1] = 0x02, q3.hmask[1] = 0x01, want[1] = 1;
+	q3.hmask[16] = 0xff, want[16] = 0, want[144] = 0, want[240] = 0;
+	q3.qs[32 + 17] = 0x01, want[145] = -3 * 2.5f;
+	q3.qs[63] = 0xc0, q3.hmask[31] = 0x80, want[255] = 3 * 15.5f;
+	check_row(QUANT_Q3_K, &q3, want, 256);
+
+	/* Scales 31, -32 and, of the last sub-block, -17. */
+	for (size_t i = 0; i < 256; i++)
+		want[i] = -63.5f * (i < 32 ? 31 : i < 224 ? -32 : -17);
+	xs.qs[0] = 0x8f, want[0] = 56.5f * 31, want[16] = 0.5f * 31;
+	xs.qs[16] = 0x09, want[32] = 6.5f * -32;
+	xs.qs[127] = 0xe0, want[255] = 44.5f * -17;
+	check_row(QUANT_IQ4_XS, &xs, want, 256);
+}
+
+static void test_dequant_codebook(void **state)
+{
+	/*
+	 * Of 32 elements the indices 1, 100, 0 and 255, the scale 15; signs 0x01 of the first
+	 * group, with which its last element is negative too, and 0x7f of the last one. Everything
+	 * else is 0: magnitudes of 8, or 4.
+	 */
+	struct block_iq2_xxs xxs = { .d = 0x4000 /* 2 */,
+				     .qs = { [4] = 0x6401, 0xff00, 0x0001, 0xffe0 } };
+	/* The indices 1, 300 and 511 with signs 0x01, 0x03 and 0x7f. */
+	struct block_iq2_xs xs = { .d = 0x4000,
+				   .scales = { 0xf0, [7] = 0x10 },
+				   .qs = { 0x0201, [2] = 0x072c, [31] = 0xffff } };
+	/* The indices 1, 255 and 200, the scale 1, signs 0x11 of the first group of 8 and 0x40 of the last. */
+	struct block_iq3_xxs q3 = { .d = 0x4000,
+				    .qs = { [16] = 1, 255, [23] = 200, [72] = 0x11, 0, 0, 0x18 } };
+	static const int xxs_mags[] = { -43, 8, 8,  8,   8,  8,  8,   -8,  8,   25, 8,
+					8,   8, 43, 25,  8,  8,  8,   8,   8,   8,  8,
+					8,   8, -8, -25, -8, -8, -25, -43, -43, -43 };
+	static const int xs_mags[] = { -8, -25, 25, 8, 8, 25, 8, 25, 8, 8, 8, 8, 8, 8, 8, 8 };
+	static const int q3_mags[] = { -20, 4, 4, 4, -4, 28, 52, 62, 4, 4, 4, 4, 4, 4,  4,  4,
+				       4,   4, 4, 4, 4,  4,  4,  4,  4, 4, 4, 4, 4, 62, -4, -44 };
+	float want[256];
+	(void)state;
+
+	for (size_t i = 0; i < 256; i++)
+		want[i] = i / 32 == 1 ? (float)xxs_mags[i % 32] * 31 * 0.25f : 2;
+	check_row(QUANT_IQ2_XXS, &xxs, want, 256);
+
+	for (size_t i = 0; i < 256; i++)
+		want[i] = i / 16 == 1 ? (float)xs_mags[i % 16] * 31 * 0.25f
+			  : i >= 248  ? -43 * 0.75f
+			  : i >= 240  ? 6
+				      : 2;
+	want[0] = -43 * 0.25f, want[7] = -2;
+	check_row(QUANT_IQ2_XS, &xs, want, 256);
+
+	for (size_t i = 0; i < 256; i++)
+		want[i] = i / 32 == 2 ? (float)q3_mags[i % 32] * 1.5f : 2;
+	check_row(QUANT_IQ3_XXS, &q3, want, 256);
+}
+
+static uint64_t hash(const void *p, size_t n)
+{
+	const uint8_t *bytes = p;
+	uint64_t h = UINT64_C(0xcbf29ce484222325); /* FNV-1a */
+
+	for (size_t i = 0; i < n; i++)
+		h = (h ^ bytes[i]) * UINT64_C(0x100000001b3);
+	return h;
+}
+
+/* The hashes are of what ggml's dequantisation makes of blocks that hold one index, entry by entry. */
+static void test_codebook(void **state)
+{
+	(void)state;
+
+	assert_int_equal(hash(codebook_iq2_xxs, sizeof(codebook_iq2_xxs)), UINT64_C(0xbb4ee025b5ac6e8e));
+	assert_int_equal(hash(codebook_iq2_xs, sizeof(codebook_iq2_xs)), UINT64_C(0xc9b1ee61e79909bd));
+	assert_int_equal(hash(codebook_iq3_xxs, sizeof(codebook_iq3_xxs)), UINT64_C(0xdfa5dc83d6a155d5));
+	for (unsigned i = 0; i < 128; i++)
+		for (unsigned k = 0; k < 8; k++) {
+			bool negative = (k < 7 ? i >> k : (unsigned)__builtin_parity(i)) & 1;
+
+			assert_int_equal((int8_t)(codebook_signs[i] >> 8 * k), negative ? -1 : 1);
+		}
 }
 
 /* Activations */
@@ -346,6 +498,7 @@ enum fill {
 	FILL_RANDOM,
 	FILL_ZERO_SCALE,
 	FILL_DENORMAL_SCALE,
+	FILL_LARGEST_SCALE,
 	FILL_ALL_ONES, /* the largest of every unsigned field, -1 of the signed ones */
 	FILL_LOWEST,   /* 0x80 everywhere: -128 of Q8_0 and of the scales of Q6_K */
 	FILL_HIGHEST,  /* 0x7f */
@@ -357,6 +510,7 @@ static void set_scale(uint8_t *block, size_t offset, enum fill fill)
 	/* Between 1/64 and 1/32, either sign. */
 	uint16_t d = fill == FILL_ZERO_SCALE       ? 0
 		     : fill == FILL_DENORMAL_SCALE ? (uint16_t)(1 + random_u32() % 1023)
+		     : fill == FILL_LARGEST_SCALE  ? (uint16_t)(0x7bff | (random_u32() & 0x8000))
 						   : (uint16_t)(0x2400 | (random_u32() & 0x83ff));
 
 	memcpy(block + offset, &d, sizeof(d));
@@ -387,11 +541,12 @@ static void fill_row(enum quant_type type, enum fill fill, uint8_t *row, size_t 
 		if (type == QUANT_MXFP4)
 			b[0] = fill == FILL_ZERO_SCALE       ? 0
 			       : fill == FILL_DENORMAL_SCALE ? 1
+			       : fill == FILL_LARGEST_SCALE  ? 235
 							     : (uint8_t)(120 + random_u32() % 8);
 		else
-			set_scale(b, type == QUANT_Q6_K ? offsetof(struct block_q6_k, d) : 0, fill);
-		if (type == QUANT_Q4_K || type == QUANT_Q5_K)
-			set_scale(b, offsetof(struct block_q4_k, dmin), fill);
+			set_scale(b, scale_at(type), fill);
+		if (min_at(type))
+			set_scale(b, min_at(type), fill);
 	}
 }
 
@@ -411,17 +566,19 @@ static void dequant_act(enum quant_type type, const uint8_t *act, float *x, size
 
 /*
  * A row whose elements are the sums of the magnitudes that make up those of `row`: d * q and dmin *
- * min add up.
+ * min (or m) add up.
  */
 static void magnitudes(enum quant_type type, const uint8_t *row, float *w, size_t n)
 {
 	size_t bytes = quant_row_bytes(type, n);
 	_cleanup_(freep) uint8_t *copy = memcpy(new_bytes(bytes), row, bytes);
 
-	if (type == QUANT_Q4_K || type == QUANT_Q5_K)
+	if (min_at(type))
 		for (size_t i = 0; i < bytes; i += quant_info(type)->block_bytes) {
-			copy[i + 1] &= 0x7f;
-			copy[i + offsetof(struct block_q4_k, dmin) + 1] |= 0x80;
+			uint8_t *m = &copy[i + min_at(type) + 1];
+
+			copy[i + scale_at(type) + 1] &= 0x7f;
+			*m = (uint8_t)(quant_info(type)->block_elems == QK_K ? *m | 0x80 : *m & 0x7f);
 		}
 	cpu_kernels_ref.dequant[type](copy, w, n);
 }
@@ -487,7 +644,7 @@ static double product_naive(const struct product *p, size_t r, size_t c, double 
 /*
  * Additions and roundings one after the other on the longest path of the SIMD kernels, generously:
  * a vector of 8 sums per 16 elements and a tail of 31 of the plain types; two terms for 256 of the
- * K-quants; one for 32 of the others; then the sums of a vector.
+ * K-quants; one for 32 of the others, or two with a minimum; then the sums of a vector.
  */
 static double chain_length(enum quant_type type, size_t n)
 {
@@ -495,7 +652,7 @@ static double chain_length(enum quant_type type, size_t n)
 
 	return elems == 1      ? (double)n / 16 + 40
 	       : elems == QK_K ? 2.0 * (double)n / QK_K + 10
-			       : (double)n / QK_0 + 10;
+			       : (min_at(type) ? 2.0 : 1.0) * (double)n / QK_0 + 10;
 }
 
 static void check_product(const struct cpu_kernels *k, const struct product *p)
@@ -553,6 +710,15 @@ static void check_products(const struct cpu_kernels *k)
 		product_make(&p, FILL_RANDOM);
 		check_product(k, &p);
 		product_done(&p);
+		/* Enough columns for kernels that take many at once, and a rest of every kind. */
+		for (enum fill fill = 0; fill < FILL_MAX; fill++) {
+			p.n = elems == 1 ? 77 : (1 + fill) * elems;
+			p.n_rows = 19 + fill;
+			p.n_cols = 9 + 13 * (size_t)fill;
+			product_make(&p, fill);
+			check_product(k, &p);
+			product_done(&p);
+		}
 	}
 }
 
@@ -571,9 +737,86 @@ static void test_matmul_simd(void **state)
 	check_products(k);
 }
 
+/* The product in pieces, which are the whole to the last bit: only shapes decide how a number comes about. */
+static void check_pieces(const struct cpu_kernels *k, const struct product *p, const float *want,
+			 size_t rows, size_t cols, const struct cpu_tiles *tiles)
+{
+	_cleanup_(freep) float *y = new_bytes(p->n_cols * p->n_rows * sizeof(*y));
+
+	for (size_t c = 0; c < p->n_cols; c += cols)
+		for (size_t r = 0; r < p->n_rows; r += rows)
+			k->matmul[p->type](p->n, p->w + r * p->w_stride, p->w_stride,
+					   MIN(rows, p->n_rows - r), p->act + c * p->act_stride,
+					   p->act_stride, MIN(cols, p->n_cols - c),
+					   y + c * p->n_rows + r, p->n_rows, tiles);
+	if (memcmp(y, want, p->n_cols * p->n_rows * sizeof(*y)) != 0)
+		fail_msg("%s %s: %zu columns in pieces of %zu rows and %zu columns, tiles %u %u %u",
+			 k->name, quant_info(p->type)->name, p->n_cols, rows, cols, tiles->reg_cols,
+			 tiles->l1_rows, tiles->l2_cols);
+}
+
 /*
- * Any bytes as weights: infinite, NaN, negative and denormal scales. Nothing to compare, only not
- * to crash.
+ * Results that end where memory ends: a masked store of a quarter of a vector was compiled to one
+ * that faults beyond.
+ */
+static void test_matmul_end(void **state)
+{
+	size_t page = (size_t)sysconf(_SC_PAGESIZE);
+	char *mem = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	(void)state;
+	FAST_OR_SKIP(k)
+
+	assert_true(mem != MAP_FAILED);
+	assert_int_equal(mprotect(mem + page, page, PROT_NONE), 0);
+	for (size_t t = 0; t < ARRAY_SIZE(weight_types); t++)
+		for (size_t n_rows = 1; n_rows <= 7; n_rows++)
+			for (size_t n_cols = 1; n_cols <= 18; n_cols++) {
+				struct product p = { .type = weight_types[t],
+						     .n = 256,
+						     .n_rows = n_rows,
+						     .n_cols = n_cols };
+
+				product_make(&p, FILL_RANDOM);
+				k->matmul[p.type](p.n, p.w, p.w_stride, n_rows, p.act, p.act_stride,
+						  n_cols,
+						  (float *)(void *)(mem + page) - n_rows * n_cols,
+						  n_rows, NULL);
+				product_done(&p);
+			}
+	assert_int_equal(munmap(mem, 2 * page), 0);
+}
+
+static void test_matmul_pieces(void **state)
+{
+	static const struct cpu_tiles tiles[] = {
+		{ 4, 64, 512 }, { 4, 4, 16 }, { 3, 7, 32 }, { 2, 16, 128 }
+	};
+	static const size_t cols[] = { 1, 3, 7, 8, 9, 12, 15, 16, 17, 38, 91 };
+	(void)state;
+	FAST_OR_SKIP(k)
+
+	seed = 6;
+	for (size_t t = 0; t < ARRAY_SIZE(weight_types) * ARRAY_SIZE(cols); t++) {
+		struct product p = { .type = weight_types[t / ARRAY_SIZE(cols)], .n = 512 };
+		_cleanup_(freep) float *want = NULL;
+
+		p.n_rows = t % 3 ? 35 : 150;
+		p.n_cols = cols[t % ARRAY_SIZE(cols)];
+		product_make(&p, FILL_RANDOM);
+		want = new_bytes(p.n_cols * p.n_rows * sizeof(*want));
+		k->matmul[p.type](p.n, p.w, p.w_stride, p.n_rows, p.act, p.act_stride, p.n_cols,
+				  want, p.n_rows, NULL);
+		for (size_t i = 0; i < ARRAY_SIZE(tiles); i++) {
+			check_pieces(k, &p, want, p.n_rows, p.n_cols, &tiles[i]);
+			check_pieces(k, &p, want, 1 + 7 * i, 16 * (1 + i), &tiles[i]);
+		}
+		product_done(&p);
+	}
+}
+
+/*
+ * Any bytes as weights: infinite, NaN, negative and denormal scales. Of products nothing is asked
+ * but not to crash; elements are the same bits in every table, but for those of a NaN.
  */
 static void test_matmul_hostile(void **state)
 {
@@ -583,16 +826,20 @@ static void test_matmul_hostile(void **state)
 	seed = 4;
 	for (size_t t = 0; t < ARRAY_SIZE(weight_types) * 50; t++) {
 		struct product p = { .type = weight_types[t / 50], .n = 512, .n_rows = 2, .n_cols = 5 };
-		float y[5 * 5], w[512];
+		float y[5 * 5], w[2][512] = { 0 };
+		size_t k;
 
 		product_make(&p, FILL_RANDOM);
 		for (size_t i = 0; i < p.w_stride + quant_row_bytes(p.type, p.n); i++)
 			p.w[i] = (uint8_t)random_u32();
-		for (size_t k = 0; k < ARRAY_SIZE(tables) && tables[k]; k++) {
+		for (k = 0; k < ARRAY_SIZE(tables) && tables[k]; k++) {
 			tables[k]->matmul[p.type](p.n, p.w, p.w_stride, 2, p.act, p.act_stride, 5,
 						  y, 5, NULL);
-			tables[k]->dequant[p.type](p.w, w, p.n);
+			tables[k]->dequant[p.type](p.w, w[k], p.n);
 		}
+		for (size_t i = 0; i < p.n && k == 2; i++)
+			assert_true(float_bits(w[0][i]) == float_bits(w[1][i]) ||
+				    (isnan(w[0][i]) && isnan(w[1][i])));
 		product_done(&p);
 	}
 }
@@ -614,9 +861,48 @@ static void test_dequant_simd(void **state)
 			fill_row(weight_types[t], fill, row + 1, n);
 			cpu_kernels_ref.dequant[weight_types[t]](row + 1, want, n);
 			k->dequant[weight_types[t]](row + 1, got, n);
-			for (size_t i = 0; i < n; i++)
-				assert_true(got[i] == want[i]);
+			assert_memory_equal(got, want, n * sizeof(*want));
 		}
+	}
+}
+
+/* Random blocks, and what ggml's dequantisation makes of them: a hash of the bits of all floats. */
+static void test_dequant_ggml(void **state)
+{
+	static const struct {
+		enum quant_type type;
+		uint64_t hash;
+	} cases[] = {
+		{ QUANT_Q4_0, UINT64_C(0x0a1143e87e91f8f8) },
+		{ QUANT_Q4_1, UINT64_C(0xf7e0516134048aeb) },
+		{ QUANT_Q5_0, UINT64_C(0xc4322b5349dc8ac6) },
+		{ QUANT_Q5_1, UINT64_C(0x4d14e6632925b03a) },
+		{ QUANT_Q8_0, UINT64_C(0x7bd332c5b7871037) },
+		{ QUANT_Q2_K, UINT64_C(0xe0b1f03cd96f8a29) },
+		{ QUANT_Q3_K, UINT64_C(0x3233b10f4615baee) },
+		{ QUANT_Q4_K, UINT64_C(0x99d284bdf35104ec) },
+		{ QUANT_Q5_K, UINT64_C(0xda77e5db3916de34) },
+		{ QUANT_Q6_K, UINT64_C(0x54c219b01aaa6c2a) },
+		{ QUANT_IQ2_XXS, UINT64_C(0xe267b9d5113fc024) },
+		{ QUANT_IQ2_XS, UINT64_C(0xe1c0f55981ecb1c2) },
+		{ QUANT_IQ3_XXS, UINT64_C(0xcb4e8ac1f16e995d) },
+		{ QUANT_IQ4_NL, UINT64_C(0x6a37a558d53ecc03) },
+		{ QUANT_IQ4_XS, UINT64_C(0x5e07cdf77433339a) },
+		{ QUANT_MXFP4, UINT64_C(0x0b6aa5e0bdbdcfc1) },
+	};
+	(void)state;
+
+	for (size_t i = 0; i < ARRAY_SIZE(cases); i++) {
+		enum quant_type type = cases[i].type;
+		size_t n = 64 * quant_info(type)->block_elems;
+		_cleanup_(freep) uint8_t *row = new_bytes(quant_row_bytes(type, n));
+		_cleanup_(freep) float *y = new_floats(n);
+
+		seed = 7;
+		fill_row(type, FILL_RANDOM, row, n);
+		cpu_kernels_ref.dequant[type](row, y, n);
+		if (hash(y, n * sizeof(*y)) != cases[i].hash)
+			fail_msg("%s: 0x%016" PRIx64, quant_info(type)->name, hash(y, n * sizeof(*y)));
 	}
 }
 
@@ -647,7 +933,7 @@ static void test_choose(void **state)
 		assert_null(note);
 	}
 	/* No machine has both. */
-	setenv("RESIDENTD_CPU", streq(best->name, "neon") ? "avx512" : "neon", 1);
+	setenv("RESIDENTD_CPU", startswith(best->name, "avx") ? "neon" : "avx512", 1);
 	assert_ptr_equal(cpu_kernels_choose(&note), best);
 	assert_non_null(note);
 	unsetenv("RESIDENTD_CPU");
@@ -656,8 +942,12 @@ static void test_choose(void **state)
 static void test_table_complete(void **state)
 {
 	const struct cpu_kernels *tables[] = { &cpu_kernels_ref, fast_table() };
+	size_t n = 0;
 	(void)state;
 
+	for (uint32_t type = 0; type < QUANT_TYPE_MAX; type++)
+		n += quant_has_kernel(type);
+	assert_int_equal(n, ARRAY_SIZE(weight_types));
 	for (size_t t = 0; t < ARRAY_SIZE(tables) && tables[t]; t++)
 		for (size_t i = 0; i < ARRAY_SIZE(weight_types); i++) {
 			assert_true(quant_has_kernel(weight_types[i]));
@@ -670,19 +960,16 @@ static void test_table_complete(void **state)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_half_literals),
-		cmocka_unit_test(test_half_exhaustive),
-		cmocka_unit_test(test_half_simd),
-		cmocka_unit_test(test_dequant_32),
-		cmocka_unit_test(test_dequant_k),
-		cmocka_unit_test(test_dequant_simd),
-		cmocka_unit_test(test_quantize_literals),
-		cmocka_unit_test(test_quantize_simd),
-		cmocka_unit_test(test_quantize_range),
-		cmocka_unit_test(test_matmul_ref),
-		cmocka_unit_test(test_matmul_simd),
-		cmocka_unit_test(test_matmul_hostile),
-		cmocka_unit_test(test_choose),
+		cmocka_unit_test(test_half_literals),   cmocka_unit_test(test_half_exhaustive),
+		cmocka_unit_test(test_half_simd),       cmocka_unit_test(test_dequant_32),
+		cmocka_unit_test(test_dequant_32_more), cmocka_unit_test(test_dequant_k),
+		cmocka_unit_test(test_dequant_low_k),   cmocka_unit_test(test_dequant_codebook),
+		cmocka_unit_test(test_codebook),        cmocka_unit_test(test_dequant_ggml),
+		cmocka_unit_test(test_dequant_simd),    cmocka_unit_test(test_quantize_literals),
+		cmocka_unit_test(test_quantize_simd),   cmocka_unit_test(test_quantize_range),
+		cmocka_unit_test(test_matmul_ref),      cmocka_unit_test(test_matmul_simd),
+		cmocka_unit_test(test_matmul_pieces),   cmocka_unit_test(test_matmul_end),
+		cmocka_unit_test(test_matmul_hostile),  cmocka_unit_test(test_choose),
 		cmocka_unit_test(test_table_complete),
 	};
 

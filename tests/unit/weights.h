@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * weights.h: what test-cuda-matmul.c and test-cuda-moe.c share: random weights of every type, and
- * how far a product of them may be from the reference.
+ * weights.h: what test-cuda-matmul.c and test-cuda-moe.c share: random weights of every type that
+ * the card computes with, and how far a product of them may be from the reference.
  *
  * Bound: a product is within REL of the sum of the magnitudes of its terms: that is 168 roundings,
  * and the longest chain of additions in those tests has about 100 links. Terms are those of the
@@ -52,19 +52,17 @@ static inline void random_block(enum quant_type type, uint8_t *block, bool hosti
 	float f = hostile ? ldexpf(random_float(), (int)(random_u32() % 280) - 200) : random_float();
 
 	random_bytes(block, quant_info(type)->block_bytes, hostile);
+	if (quant_info(type)->block_elems > 1 && type != QUANT_MXFP4) {
+		memcpy(block + scale_at(type), &d, sizeof(d));
+		if (min_at(type))
+			memcpy(block + min_at(type), &dmin, sizeof(dmin));
+	}
 	switch (type) {
 	case QUANT_Q4_K:
-	case QUANT_Q5_K:
-		memcpy(block, &d, sizeof(d));
-		memcpy(block + sizeof(d), &dmin, sizeof(dmin));
-		random_bytes(block + 4, 12, hostile);
-		break;
+	case QUANT_Q5_K: random_bytes(block + 4, 12, hostile); break;
 	case QUANT_Q6_K:
-		memcpy(block + offsetof(struct block_q6_k, d), &d, sizeof(d));
 		random_bytes(block + offsetof(struct block_q6_k, scales), QK_K / 16, hostile);
 		break;
-	case QUANT_Q8_0:
-	case QUANT_Q4_0: memcpy(block, &d, sizeof(d)); break;
 	case QUANT_MXFP4:
 		block[0] = (uint8_t)(hostile ? random_u32() % (random_u32() % 2 ? 3 : 230)
 					     : 115 + random_u32() % 10);
@@ -78,8 +76,7 @@ static inline void random_block(enum quant_type type, uint8_t *block, bool hosti
 		d = float_to_bf16(f);
 		memcpy(block, &d, sizeof(d));
 		break;
-	case QUANT_Q8_K:
-	case QUANT_TYPE_MAX: fail_msg("no weights");
+	default: break;
 	}
 }
 
@@ -138,9 +135,9 @@ static inline double *new_magnitudes(enum quant_type type, const uint8_t *w, siz
 	for (size_t r = 0; r < n_rows; r++) {
 		memcpy(row, w + r * stride, stride);
 		cpu_kernels_ref.dequant[type](row, value, n);
-		if (type == QUANT_Q4_K || type == QUANT_Q5_K)
+		if (min_at(type))
 			for (size_t i = 0; i < stride; i += each)
-				memset(row + i + offsetof(struct block_q4_k, dmin), 0, 2);
+				memset(row + i + min_at(type), 0, 2);
 		cpu_kernels_ref.dequant[type](row, scaled, n);
 		for (size_t c = 0; c < n_cols; c++) {
 			double *sum = &y[c * n_rows + r];
