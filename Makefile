@@ -94,7 +94,7 @@ UNIT := $(patsubst %.c,$(O)/%,$(wildcard tests/unit/test-*.c))
 FUZZ := $(patsubst %.c,$(O)/%,$(wildcard tests/fuzz/fuzz-*.c))
 BENCH := $(patsubst %.c,$(O)/%,$(wildcard tests/bench/*.c))
 PARITY := $(O)/tests/parity/residentd-logits $(O)/tests/parity/compare-logits
-SCRIPTS := $(wildcard tests/golden/test-*.py tests/sys/test-*.py)
+SCRIPTS := $(wildcard tests/golden/test-*.py tests/sys/test-*.py tests/aarch64/test-*.py)
 MAN := $(wildcard packaging/man/*.[1-8])
 COMPLETIONS := $(notdir $(wildcard packaging/completions/*))
 TOY_MODEL := tiny-qwen35moe-stories-q8_0.gguf
@@ -177,13 +177,17 @@ $(O)/%.service: units/%.service.in $(O)/places
 	$(say) GEN $@
 	$(Q)sed -e 's|@SBINDIR@|$(SBINDIR)|' -e 's|@LIBEXECDIR@|$(LIBEXECDIR)|' $< >$@
 
-# The scalar kernels are the reference and the fallback, and worth the optimiser's time. Only avx*.c may use more than the baseline:
-# the others run before the processor was asked what it can do.
-$(O)/obj/kernels/cpu/%.o: EXTRA = -O3
+# The scalar kernels are the reference and the fallback, and worth the optimiser's time. Only avx*.c and neon-dotprod.c may use more
+# than the baseline: the others run before the processor was asked what it can do.
+$(O)/obj/kernels/cpu/%.o $(O)/aarch64/kernels/cpu/%.o: EXTRA = -O3
 ifneq ($(filter x86_64-%,$(shell $(CC) -dumpmachine 2>/dev/null)),)
 $(addprefix $(O)/obj/kernels/cpu/,avx2.o avx2-quant.o): EXTRA = -O3 -mavx2 -mfma -mf16c
-$(addprefix $(O)/obj/kernels/cpu/,avx512.o avx512-quant.o): EXTRA = -O3 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
+$(addprefix $(O)/obj/kernels/cpu/,avx512.o avx512-quant.o avx512-wide.o): EXTRA = -O3 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
 endif
+ARM_KERNELS := $(O)/aarch64/kernels/cpu $(if $(filter aarch64-%,$(shell $(CC) -dumpmachine 2>/dev/null)),$(O)/obj/kernels/cpu)
+$(ARM_KERNELS:%=%/neon-dotprod.o): EXTRA = -O3 -march=armv8.2-a+dotprod
+# gcc 12 for ARM crashes on the reference with more.
+$(ARM_KERNELS:%=%/ref.o): EXTRA = -O2
 
 # The model that answers until there is a real one.
 $(O)/obj/daemon/models.o: EXTRA = -DRESIDENTD_TOY_MODEL='"$(DATADIR)/residentd/models/$(TOY_MODEL)"'
@@ -228,6 +232,7 @@ $(O)/tests/unit/%: $(O)/obj/tests/unit/%.o $(O)/libresidentd.a $(O)/libresident.
 
 $(O)/tests/fuzz/fuzz-residency-view: $(VIEW_OBJ)
 $(O)/tests/unit/test-residency-view: $(VIEW_OBJ) $(O)/obj/client/ctl-residency.o $(O)/obj/client/report.o
+$(O)/tests/unit/test-ctl-bench: $(patsubst %,$(O)/obj/client/%.o,ctl ctl-bench-view ctl-svg terminal) $(O)/obj/client/ctl-residency-view.o
 $(O)/tests/unit/test-import: $(IMPORT_OBJ)
 $(O)/tests/unit/test-import: DAEMON_LIBS += $(HASH_LIBS)
 
@@ -254,8 +259,24 @@ $(O)/example: client/example.c client/resident.h $(O)/libresident.so $(O)/flags
 	$(Q)$(CC) -std=c17 $(WARNINGS) $(if $(WERROR),-Werror) -Iclient $(CFLAGS) $(if $(SANITIZE),-fsanitize=$(SANITIZE)) \
 		-o $@ $< -L$(O) -lresident -Wl,-rpath,'$$ORIGIN'
 
+# The kernels for 64-bit ARM and their tests, for an emulator: tests/aarch64/test-aarch64.py runs them. Where the cross compiler is
+# not there, they are not built. The C library is static and cmocka is a header of ours, so that nothing else is needed.
+ARM_CC ?= aarch64-linux-gnu-gcc
+ARM_OBJ := $(patsubst %.c,$(O)/aarch64/%.o,daemon/base.c $(wildcard $(addprefix kernels/cpu/,dispatch.c quant.c codebook.c ref*.c neon*.c)))
+ARM_LIBC := $(wildcard $(shell $(ARM_CC) -print-file-name=libc.a 2>/dev/null))
+ARM_TESTS := $(if $(ARM_LIBC),$(patsubst %,$(O)/aarch64/tests/unit/%,test-kernels test-kernels-float))
+
+$(O)/aarch64/%.o: %.c $(O)/flags
+	$(say) CC $@
+	@mkdir -p $(@D)
+	$(Q)$(ARM_CC) $(filter-out $(HARDEN),$(BASE_CFLAGS)) -O2 -g -Itests/aarch64 -MMD -MP $(EXTRA) -c -o $@ $<
+
+$(O)/aarch64/tests/unit/%: $(O)/aarch64/tests/unit/%.o $(ARM_OBJ)
+	$(say) LINK $@
+	$(Q)$(ARM_CC) -static -o $@ $^ -lm
+
 .PHONY: tests
-tests: all $(UNIT) $(FUZZ) $(BENCH) $(PARITY) $(O)/example
+tests: all $(UNIT) $(FUZZ) $(BENCH) $(PARITY) $(ARM_TESTS) $(O)/example
 
 # `make demo` and `make check` start on a bare machine: packages first, then a make that sees them.
 .PHONY: check check-run asan parity
@@ -284,10 +305,15 @@ integration integration-vm: $(O)/tests/unit/test-feed
 # The tracer on another kernel than this one: a container has this one, and no right to trace.
 	@[ $(BOOT) != boot-vm ] || O=$(O) tests/sys/boot/feed boot-vm || [ $$? -eq 77 ]
 
-# bench-decode and hog are parts of bench-residency.
-.PHONY: bench bench-residency fuzz
-bench: $(filter-out %/bench-decode %/bench-cuda %/hog,$(BENCH))
-	@for b in $^; do echo "== $$b"; $$b || exit 1; done
+# The engine beside llama.cpp with the model in memory, and the kernels: some ten minutes, see tests/bench/cpu.py. ARGS: its options.
+.PHONY: bench profile bench-residency fuzz
+bench: $(O)/residentd $(O)/residentctl $(addprefix $(O)/tests/bench/bench-,decode kernels tokenizer)
+	@tests/bench/cpu.py --build $(O) $(ARGS) || [ $$? -eq 77 ]
+	@echo && $(O)/tests/bench/bench-tokenizer
+
+# Where the time of a prompt and of an answer goes, by perf.
+profile: $(O)/tests/bench/bench-decode
+	@tests/bench/profile.py --build $(O) $(ARGS) || [ $$? -eq 77 ]
 
 # The engine with less memory than the model has, beside llama.cpp in the same control group. Root, and some minutes.
 bench-residency: all $(BENCH)
@@ -414,7 +440,8 @@ help:
 	@echo 'make parity       compare the engine with an independent implementation'
 	@echo 'make fuzz         each fuzz target for FUZZ_SECONDS=$(FUZZ_SECONDS) with clang libFuzzer (build/fuzz)'
 	@echo 'make CUDA=no      without the GPU kernels (nvcc takes a minute for them); their tests run all the same, on an emulated driver'
-	@echo 'make bench        micro-benchmarks: tokenizer, kernels'
+	@echo 'make bench        speed and memory beside llama.cpp (npm; ours alone without), kernels, tokenizer: ten minutes, a quiet machine'
+	@echo 'make profile      where the time of a prompt and of an answer goes (perf); both take ARGS="--model FILE ..."'
 	@echo 'make bench-residency  less memory than the model has, beside llama.cpp (root, minutes; needs the peer, see tests/parity/setup)'
 	@echo 'make deps         install the packages that building, testing and developing need'
 	@echo 'make format       clang-format in place; format-check only looks'
@@ -423,7 +450,7 @@ help:
 	@echo 'make deb          Debian packages, in $(O)/deb'
 	@echo 'make clean        remove $(O)/'
 	@echo
-	@echo 'Variables: O V=1 CC CFLAGS LDFLAGS SANITIZE=address,undefined WERROR=1 PREFIX DESTDIR LIBDIR FUZZ_SECONDS TEST_TIMEOUT'
-	@echo 'This version computes on the CPU; the GPU kernels are not part of the daemon yet.'
+	@echo 'Variables: O V=1 CC CFLAGS LDFLAGS SANITIZE=address,undefined WERROR=1 PREFIX DESTDIR LIBDIR FUZZ_SECONDS TEST_TIMEOUT ARGS'
+	@echo 'ARM_CC=aarch64-linux-gnu-gcc: also builds the kernels for ARM, whose tests an emulator runs (packaging/deps arm)'
 
--include $(shell find $(O)/obj $(O)/pic -name '*.d' 2>/dev/null)
+-include $(shell find $(O)/obj $(O)/pic $(O)/aarch64 -name '*.d' 2>/dev/null)
