@@ -269,6 +269,10 @@ void inspect_trace(struct conn *c, int64_t tokens)
 		conn_error(c, ERROR_INVALID_REQUEST, "TraceRouting is a stream: it needs `more`", 0);
 		return;
 	}
+	if (c->daemon->model && c->daemon->model->n_expert_used == 0) {
+		conn_error(c, ERROR_NOT_SUPPORTED, "the model has no experts: nothing is routed", 0);
+		return;
+	}
 	c->tracing = tokens;
 	c->daemon->n_tracing++;
 	engine_record(c->daemon->engine, true);

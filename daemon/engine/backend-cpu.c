@@ -1,15 +1,19 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * backend-cpu.c: the operations of backend.h on the CPU: cuts them into pieces, feeds the pool,
- * keeps activations in the form that the weights want. Routing and experts are in moe-cpu.c.
+ * keeps activations in the form that the weights want. Rope and attention are in attn-cpu.c, the
+ * delta net in delta-cpu.c, routing and experts in moe-cpu.c.
  *
  * Owns the pool, the scratch arena and small buffers that grow with the context; engine thread only
  * (the pool's threads run inside a call). Refuses to know arithmetic: that is kernels/cpu.
- * Invariant: how work is cut depends on shapes only, never on the number of threads, and no two
- * pieces add to the same place, so results are the same bits for any number of threads.
+ * Invariant: results are the same bits for any number of threads. Products are cut between rows of
+ * weights as it suits the threads, which changes no bit of them (cpu.h); columns and everything else
+ * are cut by shapes only, and no two pieces add to the same place.
  */
 #include "daemon/engine/backend-cpu.h"
 
+#include "daemon/engine/attn-cpu.h"
+#include "daemon/engine/delta-cpu.h"
 #include "kernels/cpu/topology.h"
 
 #include <assert.h>
@@ -17,13 +21,23 @@
 #include <sys/mman.h>
 
 /*
- * A piece of a product reads about this much of the weights: long enough to hide the hand-out,
- * small enough to balance.
+ * A piece of a product reads about this much of the weights: at its beginning memory has to be waited for, so long pieces stream
+ * better, and one of them is still short beside the time that a thread may lose its core for. With many columns a piece takes long
+ * anyway.
  */
-#define PIECE_WEIGHT_BYTES 65536
+#define PIECE_BYTES          1048576
+#define PIECE_BYTES_MANY     262144
+#define MANY_COLS            16
+/* Smaller pieces when a loop has few, for the balance of its end, ... */
+#define PIECES_A_THREAD      4
+#define PIECES_A_THREAD_MANY 16
+/* ... but not below what a hand-out is worth. */
+#define PIECE_BYTES_MIN      65536
+#define PIECE_BYTES_MIN_MANY 16384
 /* Elementwise work below this many floats is not worth a second thread. */
-#define PIECE_FLOATS       16384
-#define PIECE_CHANNELS     256
+#define PIECE_FLOATS         16384
+/* Weights that one loop multiplies. */
+#define PRODUCTS_MAX         8
 
 const char *backend_cpu_isa(const struct backend *b)
 {
@@ -35,7 +49,13 @@ uint64_t backend_cpu_major_faults(const struct backend *b)
 	return pool_major_faults(((const struct backend_cpu *)b)->pool);
 }
 
-static void *grow_need(struct grow *g, size_t bytes)
+static void grow_done(struct grow *g)
+{
+	if (g->mem)
+		munmap(g->mem, g->bytes);
+}
+
+void *cpu_grow(struct grow *g, size_t bytes)
 {
 	void *mem;
 
@@ -46,13 +66,12 @@ static void *grow_need(struct grow *g, size_t bytes)
 	mem = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (mem == MAP_FAILED)
 		return NULL;
-	if (g->mem)
-		munmap(g->mem, g->bytes);
+	grow_done(g);
 	*g = (struct grow){ mem, bytes };
 	return mem;
 }
 
-static float *thread_need(struct backend_cpu *c, size_t n_floats, size_t *ret_stride)
+float *cpu_thread_scratch(struct backend_cpu *c, size_t n_floats, size_t *ret_stride)
 {
 	size_t stride, total;
 
@@ -62,7 +81,7 @@ static float *thread_need(struct backend_cpu *c, size_t n_floats, size_t *ret_st
 	if (!mul_ok(stride, pool_n_threads(c->pool) * sizeof(float), &total))
 		return NULL;
 	*ret_stride = stride;
-	return grow_need(&c->thread, total);
+	return cpu_grow(&c->thread, total);
 }
 
 void *cpu_take(struct backend_cpu *c, size_t n, size_t size)
@@ -104,7 +123,16 @@ static const struct kv_memory *cpu_memory(struct backend *b)
 
 static int cpu_begin(struct backend *b, const struct backend_batch *batch)
 {
-	cpu_of(b)->batch = batch;
+	struct backend_cpu *c = cpu_of(b);
+	size_t n = 0;
+
+	for (size_t s = 0; s < batch->n_spans; s++) {
+		assert(batch->spans[s].row == n);
+		n += batch->spans[s].n_tok;
+	}
+	assert(batch->n_rows == n);
+	c->batch = batch;
+	c->attn.freq = NULL;
 	return 0;
 }
 
@@ -127,8 +155,7 @@ void cpu_run(struct backend_cpu *c, size_t n, void (*fn)(void *arg, size_t i, un
 		pool_run(c->pool, n, fn, arg);
 }
 
-/* How many rows of `width` floats make an elementwise piece. */
-static size_t piece_rows(size_t width)
+size_t cpu_piece_rows(size_t width)
 {
 	return MAX(PIECE_FLOATS / MAX(width, (size_t)1), (size_t)1);
 }
@@ -160,7 +187,7 @@ void cpu_convert(struct backend_cpu *c, enum quant_type type, const float *x, si
 				 .width = width,
 				 .stride = quant_row_bytes(type, width),
 				 .n = n,
-				 .piece = piece_rows(width) };
+				 .piece = cpu_piece_rows(width) };
 
 	cpu_run(c, n_pieces(n, j.piece), convert_piece, &j);
 }
@@ -193,59 +220,116 @@ size_t cpu_act_bytes(uint32_t weight_type, size_t width)
 	return quant_row_bytes(cpu_act_type((enum quant_type)weight_type), width);
 }
 
-struct matmul_job {
-	const struct backend_cpu *c;
+size_t cpu_matmul_rows(const struct backend_cpu *c, size_t w_stride, size_t loop_bytes, size_t n_cols)
+{
+	bool many = n_cols >= MANY_COLS;
+	size_t n_pieces_least =
+		(many ? PIECES_A_THREAD_MANY : PIECES_A_THREAD) * (size_t)pool_n_threads(c->pool);
+	size_t bytes = CLAMP(loop_bytes / n_pieces_least,
+			     (size_t)(many ? PIECE_BYTES_MIN_MANY : PIECE_BYTES_MIN),
+			     (size_t)(many ? PIECE_BYTES_MANY : PIECE_BYTES));
+
+	/* A multiple of 8, so that kernels can take several at once. */
+	return ALIGN_UP(MAX(bytes / w_stride, (size_t)8), (size_t)8);
+}
+
+struct product {
 	const struct gguf_tensor *w;
 	const char *act;
 	float *y;
-	size_t w_stride, act_stride, n_cols, rows, row_pieces, col_pieces;
+	size_t w_stride, act_stride, rows, end; /* end: the pieces before the next product */
+};
+
+/* Products of the same number of columns, one after the other. */
+struct matmul_job {
+	const struct backend_cpu *c;
+	size_t n_cols, col_pieces, n;
+	struct product products[PRODUCTS_MAX];
 };
 
 static void matmul_piece(void *arg, size_t i, unsigned thread)
 {
 	const struct matmul_job *j = arg;
-	size_t n_rows = j->w->ne[1];
-	size_t piece = j->c->tiles.l2_cols, c0 = i % j->col_pieces * piece;
-	size_t r0 = i / j->col_pieces * j->rows;
-	size_t rows = MIN(j->rows, n_rows - r0), cols = MIN(piece, j->n_cols - c0);
+	const struct product *p = j->products;
+	size_t c0 = i % j->col_pieces * j->c->tiles.l2_cols, first = 0, r0, n_rows;
 
 	(void)thread;
-	j->c->k->matmul[j->w->type](j->w->ne[0], (const char *)j->w->data + r0 * j->w_stride,
-				    j->w_stride, rows, j->act + c0 * j->act_stride, j->act_stride,
-				    cols, j->y + c0 * n_rows + r0, n_rows, &j->c->tiles);
+	for (; i >= p->end; p++)
+		first = p->end;
+	r0 = (i - first) / j->col_pieces * p->rows;
+	n_rows = p->w->ne[1];
+	j->c->k->matmul[p->w->type](p->w->ne[0], (const char *)p->w->data + r0 * p->w_stride,
+				    p->w_stride, MIN(p->rows, n_rows - r0), p->act + c0 * p->act_stride,
+				    p->act_stride, MIN((size_t)j->c->tiles.l2_cols, j->n_cols - c0),
+				    p->y + c0 * n_rows + r0, n_rows, &j->c->tiles);
 }
 
-/* Rows of a piece, a multiple of 8 so that kernels can take several at once. */
-size_t cpu_matmul_rows(size_t w_stride)
+/* As many of the n weights as one loop takes: those that multiply the same form of x, or floats. */
+static size_t n_of_a_form(const struct gguf_tensor *const *w, size_t n)
 {
-	return ALIGN_UP(CLAMP(PIECE_WEIGHT_BYTES / w_stride, (size_t)8, (size_t)256), (size_t)8);
+	enum quant_type form = QUANT_F32;
+	size_t i = 0;
+
+	for (; i < MIN(n, (size_t)PRODUCTS_MAX); i++) {
+		enum quant_type type = cpu_act_type((enum quant_type)w[i]->type);
+
+		if (type == QUANT_F32)
+			continue;
+		if (form != QUANT_F32 && type != form)
+			break;
+		form = type;
+	}
+	return i;
+}
+
+static int run_products(struct backend_cpu *c, const struct gguf_tensor *const *w, size_t n,
+			const float *x, size_t n_tok, float *const *y)
+{
+	struct matmul_job j = {
+		.c = c, .n_cols = n_tok, .col_pieces = n_pieces(n_tok, c->tiles.l2_cols), .n = n
+	};
+	size_t bytes = 0, end = 0;
+
+	for (size_t i = 0; i < n; i++)
+		bytes += w[i]->ne[1] * quant_row_bytes(w[i]->type, w[i]->ne[0]) * j.col_pieces;
+	for (size_t i = 0; i < n; i++) {
+		struct product *p = &j.products[i];
+
+		*p = (struct product){ .w = w[i],
+				       .act = cpu_activations(c, w[i]->type, x, n_tok, w[i]->ne[0]),
+				       .y = y[i],
+				       .w_stride = quant_row_bytes(w[i]->type, w[i]->ne[0]),
+				       .act_stride = cpu_act_bytes(w[i]->type, w[i]->ne[0]) };
+		if (!p->act)
+			return -ENOMEM;
+		p->rows = cpu_matmul_rows(c, p->w_stride, bytes, MIN(n_tok, (size_t)c->tiles.l2_cols));
+		p->end = end += n_pieces(w[i]->ne[1], p->rows) * j.col_pieces;
+	}
+	cpu_run(c, end, matmul_piece, &j);
+	/* A result may be where the kept input came from. */
+	for (size_t i = 0; i < n; i++)
+		if (c->kept.x && y[i] < c->kept.x + c->kept.n_tok * c->kept.width &&
+		    c->kept.x < y[i] + n_tok * w[i]->ne[1])
+			cpu_drop(c);
+	return 0;
+}
+
+static int cpu_matmul_many(struct backend *b, const struct gguf_tensor *const *w, size_t n,
+			   const float *x, size_t n_tok, float *const *y)
+{
+	int r = 0;
+
+	for (size_t i = 0, k; i < n && n_tok > 0 && r == 0; i += k) {
+		k = n_of_a_form(w + i, n - i);
+		r = run_products(cpu_of(b), w + i, k, x, n_tok, y + i);
+	}
+	return r;
 }
 
 static int cpu_matmul(struct backend *b, const struct gguf_tensor *w, const float *x, size_t n_tok,
 		      float *y)
 {
-	struct backend_cpu *c = cpu_of(b);
-	struct matmul_job j = { .c = c,
-				.w = w,
-				.y = y,
-				.n_cols = n_tok,
-				.w_stride = quant_row_bytes(w->type, w->ne[0]),
-				.act_stride = cpu_act_bytes(w->type, w->ne[0]) };
-
-	if (n_tok == 0)
-		return 0;
-	j.act = cpu_activations(c, w->type, x, n_tok, w->ne[0]);
-	if (!j.act)
-		return -ENOMEM;
-	j.rows = cpu_matmul_rows(j.w_stride);
-	j.row_pieces = n_pieces(w->ne[1], j.rows);
-	j.col_pieces = n_pieces(n_tok, c->tiles.l2_cols);
-	cpu_run(c, j.row_pieces * j.col_pieces, matmul_piece, &j);
-	/* y may be where the kept input came from. */
-	if (c->kept.x && y < c->kept.x + c->kept.n_tok * c->kept.width &&
-	    c->kept.x < y + n_tok * w->ne[1])
-		cpu_drop(c);
-	return 0;
+	return cpu_matmul_many(b, &w, 1, x, n_tok, &y);
 }
 
 static int cpu_matmul_out(struct backend *b, const struct gguf_tensor *w, const float *x)
@@ -258,31 +342,32 @@ static int cpu_matmul_out(struct backend *b, const struct gguf_tensor *w, const 
 struct embed_job {
 	const struct backend_cpu *c;
 	const struct gguf_tensor *w;
-	const int32_t *ids;
 	float *y;
+	size_t piece;
 };
 
 static void embed_piece(void *arg, size_t i, unsigned thread)
 {
 	const struct embed_job *j = arg;
-	size_t width = j->w->ne[0];
+	const struct backend_batch *batch = j->c->batch;
+	size_t width = j->w->ne[0], bytes = quant_row_bytes(j->w->type, width);
 
 	(void)thread;
-	j->c->k->dequant[j->w->type]((const char *)j->w->data +
-					     (size_t)j->ids[i] * quant_row_bytes(j->w->type, width),
-				     j->y + i * width, width);
+	for (size_t t = i * j->piece; t < MIN((i + 1) * j->piece, batch->n_rows); t++)
+		j->c->k->dequant[j->w->type]((const char *)j->w->data + (size_t)batch->ids[t] * bytes,
+					     j->y + t * width, width);
 }
 
 static int cpu_embed(struct backend *b, const struct gguf_tensor *w, float *y)
 {
 	struct backend_cpu *c = cpu_of(b);
 	const struct backend_batch *batch = c->batch;
-	struct embed_job j = { .c = c, .w = w, .ids = batch->ids, .y = y };
+	struct embed_job j = { .c = c, .w = w, .y = y, .piece = cpu_piece_rows(w->ne[0]) };
 
 	cpu_drop(c);
 	for (size_t i = 0; i < batch->n_rows; i++)
-		assert(j.ids[i] >= 0 && (uint64_t)j.ids[i] < w->ne[1]);
-	cpu_run(c, batch->n_rows, embed_piece, &j);
+		assert(batch->ids[i] >= 0 && (uint64_t)batch->ids[i] < w->ne[1]);
+	cpu_run(c, n_pieces(batch->n_rows, j.piece), embed_piece, &j);
 	return 0;
 }
 
@@ -302,7 +387,7 @@ static void run_rows(struct backend_cpu *c, struct rows_job *j,
 {
 	cpu_drop(c);
 	j->c = c;
-	j->piece = piece_rows(j->width);
+	j->piece = cpu_piece_rows(j->width);
 	cpu_run(c, n_pieces(j->n, j->piece), fn, j);
 }
 
@@ -425,363 +510,31 @@ static int cpu_sigmoid_mul(struct backend *b, float *x, const float *gate, size_
 	return 0;
 }
 
-static float sigmoid(float x)
+static void scalar_gate_piece(void *arg, size_t i, unsigned thread)
 {
-	return 1.0f / (1.0f + expf(-x));
+	const struct rows_job *j = arg;
+
+	(void)thread;
+	for (size_t t = i * j->piece; t < MIN((i + 1) * j->piece, j->n); t++) {
+		float *y = j->y + t * j->width, s;
+
+		j->c->k->matmul[QUANT_F32](j->a_stride, j->b, j->a_stride * sizeof(float), 1,
+					   j->a + t * j->a_stride, j->a_stride * sizeof(float), 1,
+					   &s, 1, &j->c->tiles);
+		s = 1.0f / (1.0f + expf(-s));
+		for (size_t k = 0; k < j->width; k++)
+			y[k] *= s;
+	}
 }
 
 static int cpu_scalar_gate(struct backend *b, const struct gguf_tensor *w, const float *in,
 			   size_t n_tok, size_t width, float *x, size_t x_width)
 {
-	struct backend_cpu *c = cpu_of(b);
+	struct rows_job j = {
+		.a = in, .b = w->data, .y = x, .n = n_tok, .width = x_width, .a_stride = width
+	};
 
-	cpu_drop(c);
-	for (size_t t = 0; t < n_tok; t++) {
-		float *row = x + t * x_width, s;
-
-		c->k->matmul[QUANT_F32](width, w->data, width * sizeof(float), 1, in + t * width,
-					width * sizeof(float), 1, &s, 1, &c->tiles);
-		s = sigmoid(s);
-		for (size_t i = 0; i < x_width; i++)
-			row[i] *= s;
-	}
-	return 0;
-}
-
-/* Rope. */
-
-struct rope_job {
-	const struct backend_cpu *c;
-	const struct backend_rope *p;
-	const struct backend_span *span;
-	float *x;
-	float *cs; /* n_rot a row */
-	size_t stride, n_head, dim;
-};
-
-static void rope_piece(void *arg, size_t i, unsigned thread)
-{
-	const struct rope_job *j = arg;
-	const struct backend_rope *p = j->p;
-	float *x = j->x + (j->span->row + i) * j->stride, *cs = j->cs + i * p->n_rot;
-
-	(void)thread;
-	for (size_t k = 0; k < p->n_rot / 2; k++) {
-		/*
-		 * The angle in float, as the models were trained with; its sine and cosine exactly.
-		 */
-		double angle = (double)((float)(j->span->pos + i) * p->freq[k]);
-
-		cs[2 * k] = (float)cos(angle) * p->mscale;
-		cs[2 * k + 1] = (float)sin(angle) * p->mscale;
-	}
-	for (size_t h = 0; h < j->n_head; h++)
-		(p->pairs ? j->c->k->rope_norm : j->c->k->rope_neox)(x + h * j->dim, cs, p->n_rot);
-}
-
-static int cpu_rope(struct backend *b, const struct backend_rope *p, float *x, size_t stride,
-		    size_t n_head, size_t dim)
-{
-	struct backend_cpu *c = cpu_of(b);
-	const struct backend_span *spans = c->batch->spans;
-
-	cpu_drop(c);
-	for (size_t s = 0; s < c->batch->n_spans; s++) {
-		struct rope_job j = {
-			.c = c, .p = p, .span = &spans[s], .x = x, .stride = stride, .n_head = n_head, .dim = dim
-		};
-		size_t top = c->top;
-
-		j.cs = cpu_take(c, spans[s].n_tok, p->n_rot * sizeof(float));
-		if (!j.cs)
-			return -ENOMEM;
-		cpu_run(c, spans[s].n_tok, rope_piece, &j);
-		c->top = top;
-	}
-	cpu_drop(c);
-	return 0;
-}
-
-/* Attention. */
-
-/* Page addresses of every key/value head of one span: k then v, n_pages each, head by head. */
-struct attn_span {
-	const struct backend_span *span;
-	const void **pages;
-	size_t n_pages;
-};
-
-struct attn_job {
-	const struct backend_cpu *c;
-	const struct backend_attn *p;
-	const struct kv_arena *arena;
-	const struct attn_span *spans;
-	const size_t *span_of_row;
-	const float *q, *k, *v;
-	float *out, *scratch;
-	size_t scratch_stride;
-	bool f16;
-};
-
-static const void **head_pages(const struct attn_span *s, size_t head)
-{
-	return s->pages + head * 2 * s->n_pages;
-}
-
-static void store_row(const struct attn_job *j, const void *page, size_t tok, size_t dim, const float *x)
-{
-	if (j->f16)
-		j->c->k->f32_to_f16(x, (uint16_t *)page + tok * dim, dim);
-	else
-		memcpy((float *)page + tok * dim, x, dim * sizeof(float));
-}
-
-static void store_piece(void *arg, size_t row, unsigned thread)
-{
-	const struct attn_job *j = arg;
-	const struct attn_span *s = &j->spans[j->span_of_row[row]];
-	size_t pos = s->span->pos + (row - s->span->row);
-	uint32_t page = s->span->kv->pages[pos / KV_PAGE_TOK];
-
-	(void)thread;
-	for (uint32_t h = 0; h < j->p->n_head_kv; h++) {
-		size_t at = row * j->p->n_head_kv + h;
-
-		store_row(j, kv_k(j->arena, page, j->p->kv_layer, h), pos % KV_PAGE_TOK,
-			  j->p->k_dim, j->k + at * j->p->k_dim);
-		store_row(j, kv_v(j->arena, page, j->p->kv_layer, h), pos % KV_PAGE_TOK,
-			  j->p->v_dim, j->v + at * j->p->v_dim);
-	}
-}
-
-static void attend_piece(void *arg, size_t i, unsigned thread)
-{
-	const struct attn_job *j = arg;
-	const struct backend_attn *p = j->p;
-	size_t row = i / p->n_head_kv, kv_head = i % p->n_head_kv, n_q = p->n_head / p->n_head_kv;
-	const struct attn_span *s = &j->spans[j->span_of_row[row]];
-	const void **k_pages = head_pages(s, kv_head);
-	const float *sinks = p->sinks ? p->sinks->data : NULL;
-
-	j->c->k->attention(
-		&(struct cpu_attention){ .q = j->q + (row * p->n_head + kv_head * n_q) * p->k_dim,
-					 .out = j->out + (row * p->n_head + kv_head * n_q) * p->v_dim,
-					 .n_rows = 1,
-					 .n_q = n_q,
-					 .k_pages = k_pages,
-					 .v_pages = k_pages + s->n_pages,
-					 .page_tok = KV_PAGE_TOK,
-					 .k_dim = p->k_dim,
-					 .v_dim = p->v_dim,
-					 .pos = s->span->pos + (row - s->span->row),
-					 .window = p->window,
-					 .kv_f16 = j->f16,
-					 .scale = p->scale,
-					 .sinks = sinks ? sinks + kv_head * n_q : NULL,
-					 .scratch = j->scratch + thread * j->scratch_stride });
-}
-
-/* Fills the address lists; everything lives in one grown block: spans, rows' spans, addresses. */
-static int attn_prepare(struct backend_cpu *c, struct attn_job *j, const struct backend_span *spans,
-			size_t n_spans, size_t n_rows)
-{
-	size_t n_addr = 0, row = 0, *span_of_row;
-	struct attn_span *as;
-	const void **addr;
-
-	for (size_t s = 0; s < n_spans; s++)
-		n_addr += n_pieces(spans[s].pos + spans[s].n_tok, KV_PAGE_TOK) * 2 * j->p->n_head_kv;
-	as = grow_need(&c->pages,
-		       n_spans * sizeof(*as) + n_rows * sizeof(size_t) + n_addr * sizeof(void *));
-	j->scratch = thread_need(c,
-				 cpu_attention_scratch(CPU_ATTENTION_ROWS,
-						       j->p->n_head / j->p->n_head_kv, j->p->v_dim),
-				 &j->scratch_stride);
-	if (!as || !j->scratch)
-		return -ENOMEM;
-	span_of_row = (size_t *)(as + n_spans);
-	addr = (const void **)(span_of_row + n_rows);
-	for (size_t s = 0; s < n_spans; s++) {
-		as[s] = (struct attn_span){ &spans[s], addr,
-					    n_pieces(spans[s].pos + spans[s].n_tok, KV_PAGE_TOK) };
-		assert(as[s].n_pages <= spans[s].kv->n_pages);
-		for (uint32_t h = 0; h < j->p->n_head_kv; h++)
-			for (size_t p = 0; p < as[s].n_pages; p++) {
-				uint32_t page = spans[s].kv->pages[p];
-
-				head_pages(&as[s], h)[p] = kv_k(j->arena, page, j->p->kv_layer, h);
-				head_pages(&as[s], h)[as[s].n_pages + p] =
-					kv_v(j->arena, page, j->p->kv_layer, h);
-			}
-		addr += as[s].n_pages * 2 * j->p->n_head_kv;
-		for (size_t t = 0; t < spans[s].n_tok; t++)
-			span_of_row[row++] = s;
-	}
-	j->spans = as;
-	j->span_of_row = span_of_row;
-	return 0;
-}
-
-/* Rows of all spans; they lie one after the other from row 0 (graph.h). */
-static size_t rows_of(const struct backend_span *spans, size_t n_spans)
-{
-	size_t n = 0;
-
-	for (size_t s = 0; s < n_spans; s++) {
-		assert(spans[s].row == n);
-		n += spans[s].n_tok;
-	}
-	return n;
-}
-
-static int cpu_attention(struct backend *b, const struct backend_attn *p, const float *q,
-			 const float *k, const float *v, float *out)
-{
-	struct backend_cpu *c = cpu_of(b);
-	const struct backend_batch *batch = c->batch;
-	struct attn_job j = { .c = c,
-			      .p = p,
-			      .arena = batch->arena,
-			      .q = q,
-			      .k = k,
-			      .v = v,
-			      .out = out,
-			      .f16 = kv_arena_f16(batch->arena) };
-	size_t n_rows = rows_of(batch->spans, batch->n_spans);
-	int r;
-
-	cpu_drop(c);
-	r = attn_prepare(c, &j, batch->spans, batch->n_spans, n_rows);
-	if (r < 0)
-		return r;
-	/*
-	 * All rows are stored before any is read: a token sees what a later batch will see, in the
-	 * arena's precision.
-	 */
-	cpu_run(c, n_rows, store_piece, &j);
-	cpu_run(c, n_rows * p->n_head_kv, attend_piece, &j);
-	return 0;
-}
-
-/* Gated delta net. */
-
-struct delta_job {
-	const struct backend_cpu *c;
-	const struct backend_delta *p;
-	const struct backend_span *spans;
-	const float *qkv, *alpha, *beta_raw;
-	float *mixed; /* [t][channels]: after conv, SiLU and norms */
-	float *g, *beta, *out, *scratch;
-	size_t n_ch, n_rows, scratch_stride, ch_pieces;
-};
-
-static size_t delta_channels(const struct backend_delta *p)
-{
-	return 2 * (size_t)p->n_head_k * p->k_dim + (size_t)p->n_head_v * p->v_dim;
-}
-
-size_t backend_delta_temp_floats(size_t n_channels, size_t n_head_v)
-{
-	return n_channels + 2 * n_head_v;
-}
-
-static void conv_piece(void *arg, size_t i, unsigned thread)
-{
-	const struct delta_job *j = arg;
-	const struct backend_span *s = &j->spans[i / j->ch_pieces];
-	size_t c0 = i % j->ch_pieces * PIECE_CHANNELS, c1 = MIN(c0 + PIECE_CHANNELS, j->n_ch);
-
-	(void)thread;
-	j->c->k->conv_silu(j->qkv + s->row * j->n_ch, j->p->conv->data,
-			   s->recurrent + j->p->state_offset, s->n_tok, j->n_ch, j->p->conv_kernel,
-			   c0, c1, j->mixed + s->row * j->n_ch);
-}
-
-/* Norms of one token's q and k heads, and its decays and write strengths. */
-static void gates_piece(void *arg, size_t t, unsigned thread)
-{
-	const struct delta_job *j = arg;
-	const struct backend_delta *p = j->p;
-	const float *dt = p->dt->data, *a = p->a->data;
-	float scale = 1.0f / sqrtf((float)p->k_dim);
-
-	(void)thread;
-	for (size_t h = 0; h < 2 * (size_t)p->n_head_k; h++) {
-		float *x = j->mixed + t * j->n_ch + h * p->k_dim;
-
-		j->c->k->l2_norm(x, p->l2_eps, x, p->k_dim);
-		if (h >= p->n_head_k)
-			continue;
-		for (size_t i = 0; i < p->k_dim; i++)
-			x[i] *= scale;
-	}
-	for (size_t h = 0; h < p->n_head_v; h++) {
-		size_t at = t * p->n_head_v + h;
-		float x = j->alpha[at] + dt[h];
-
-		/* softplus; above 20 it is x to float precision */
-		j->g[at] = (x > 20.0f ? x : log1pf(expf(x))) * a[h];
-		j->beta[at] = sigmoid(j->beta_raw[at]);
-	}
-}
-
-static void delta_piece(void *arg, size_t i, unsigned thread)
-{
-	const struct delta_job *j = arg;
-	const struct backend_delta *p = j->p;
-	const struct backend_span *s = &j->spans[i / p->n_head_v];
-	size_t head = i % p->n_head_v, n_k = (size_t)p->n_head_k * p->k_dim,
-	       out_stride = (size_t)p->n_head_v * p->v_dim;
-	float *S = s->recurrent + p->state_offset + (p->conv_kernel - 1) * j->n_ch +
-		   head * p->k_dim * p->v_dim;
-
-	for (size_t t = 0; t < s->n_tok; t += CPU_DELTA_CHUNK) {
-		size_t row = s->row + t, n = MIN((size_t)CPU_DELTA_CHUNK, s->n_tok - t);
-		const float *q = j->mixed + row * j->n_ch + head % p->n_head_k * p->k_dim, *k = q + n_k;
-		const float *v = j->mixed + row * j->n_ch + 2 * n_k + head * p->v_dim;
-		const float *g = j->g + row * p->n_head_v + head,
-			    *beta = j->beta + row * p->n_head_v + head;
-		float *o = j->out + row * out_stride + head * p->v_dim;
-
-		if (n == 1)
-			j->c->k->delta_step(S, q, k, v, *g, *beta, p->k_dim, p->v_dim, o);
-		else
-			j->c->k->delta_chunk(S, q, j->n_ch, k, j->n_ch, v, j->n_ch, g, beta,
-					     p->n_head_v, n, p->k_dim, p->v_dim, o, out_stride,
-					     j->scratch + thread * j->scratch_stride);
-	}
-}
-
-static int cpu_delta(struct backend *b, const struct backend_delta *p, const float *qkv,
-		     const float *alpha, const float *beta, float *out)
-{
-	struct backend_cpu *c = cpu_of(b);
-	const struct backend_span *spans = c->batch->spans;
-	size_t n_spans = c->batch->n_spans;
-	struct delta_job j = { .c = c,
-			       .p = p,
-			       .spans = spans,
-			       .qkv = qkv,
-			       .alpha = alpha,
-			       .beta_raw = beta,
-			       .out = out,
-			       .n_ch = delta_channels(p),
-			       .n_rows = rows_of(spans, n_spans) };
-
-	cpu_drop(c);
-	j.ch_pieces = n_pieces(j.n_ch, PIECE_CHANNELS);
-	j.mixed = cpu_take(c, j.n_rows * j.n_ch, sizeof(float));
-	j.g = cpu_take(c, j.n_rows * p->n_head_v, sizeof(float));
-	j.beta = cpu_take(c, j.n_rows * p->n_head_v, sizeof(float));
-	j.scratch = thread_need(c, cpu_delta_scratch(p->k_dim, p->v_dim), &j.scratch_stride);
-	if (!j.mixed || !j.g || !j.beta || !j.scratch) {
-		cpu_drop(c);
-		return -ENOMEM;
-	}
-	cpu_run(c, n_spans * j.ch_pieces, conv_piece, &j);
-	cpu_run(c, j.n_rows, gates_piece, &j);
-	cpu_run(c, n_spans * p->n_head_v, delta_piece, &j);
-	cpu_drop(c);
+	run_rows(cpu_of(b), &j, scalar_gate_piece);
 	return 0;
 }
 
@@ -797,10 +550,9 @@ static struct backend *cpu_free(struct backend *b)
 	pool_free(c->pool);
 	if (c->arena)
 		munmap(c->arena, c->arena_bytes);
-	if (c->pages.mem)
-		munmap(c->pages.mem, c->pages.bytes);
-	if (c->thread.mem)
-		munmap(c->thread.mem, c->thread.bytes);
+	grow_done(&c->thread);
+	grow_done(&c->attn.pages);
+	grow_done(&c->attn.angles);
 	free(c);
 	return NULL;
 }
@@ -814,6 +566,7 @@ static const struct backend_ops cpu_ops = {
 	.end = cpu_end,
 	.embed = cpu_embed,
 	.matmul = cpu_matmul,
+	.matmul_many = cpu_matmul_many,
 	.matmul_out = cpu_matmul_out,
 	.copy_rows = cpu_copy_rows,
 	.rms_norm = cpu_rms_norm,
@@ -822,9 +575,9 @@ static const struct backend_ops cpu_ops = {
 	.silu_mul = cpu_silu_mul,
 	.sigmoid_mul = cpu_sigmoid_mul,
 	.scalar_gate = cpu_scalar_gate,
-	.rope = cpu_rope,
-	.attention = cpu_attention,
-	.delta = cpu_delta,
+	.rope = attn_cpu_rope,
+	.attention = attn_cpu_compute,
+	.delta = delta_cpu_compute,
 	.moe_route = moe_cpu_route,
 	.moe = moe_cpu_compute,
 	.moe_wants_guess = moe_cpu_wants_guess,

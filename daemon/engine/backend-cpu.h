@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * backend-cpu.h: what backend-cpu.c and moe-cpu.c share: the backend, its arena, and the steps of a product.
+ * backend-cpu.h: what backend-cpu.c, attn-cpu.c, delta-cpu.c and moe-cpu.c share: the backend, its arena, and the steps of a product.
  *
- * backend-cpu.c owns the pool, the arena and everything else here but the member moe, which is moe-cpu.c's. Engine thread only. Refuses to
- * be known outside these two files. Invariant: what an operation took of the arena above `used` is gone when another one begins.
+ * backend-cpu.c owns the pool, the arena and everything else here but the members attn and moe, which are attn-cpu.c's and moe-cpu.c's.
+ * Engine thread only. Refuses to be known outside these files. Invariant: what an operation took of the arena above `used` is gone when
+ * another one begins.
  */
 #pragma once
 
@@ -39,8 +40,14 @@ struct backend_cpu {
 		enum quant_type type;
 		const char *act;
 	} kept;
-	struct grow pages;  /* attention: lists of page addresses */
-	struct grow thread; /* one part a thread: attention scores, delta scratch */
+	struct grow thread; /* one part a thread: what kernels call scratch */
+	struct {
+		struct grow pages;  /* rows and page addresses of an operation */
+		struct grow angles; /* cosines and sines of the batch's rows for the three below */
+		const float *freq;  /* NULL: of nothing */
+		size_t n_rot;
+		float mscale;
+	} attn;
 	struct moe_cpu moe;
 };
 
@@ -54,6 +61,10 @@ static inline size_t n_pieces(size_t n, size_t piece)
 	return n / piece + (n % piece > 0);
 }
 
+/* bytes at least, or NULL. */
+void *cpu_grow(struct grow *g, size_t bytes);
+/* n_floats for each thread, *ret_stride apart; NULL: no memory. Valid until the next call. */
+float *cpu_thread_scratch(struct backend_cpu *c, size_t n_floats, size_t *ret_stride);
 /* Above everything taken so far, until cpu_drop(); NULL: out of scratch. */
 void *cpu_take(struct backend_cpu *c, size_t n, size_t size);
 /* Every operation that writes where a later product may read from starts with this. */
@@ -62,6 +73,9 @@ void cpu_drop(struct backend_cpu *c);
 void cpu_run(struct backend_cpu *c, size_t n, void (*fn)(void *arg, size_t i, unsigned thread),
 	     void *arg);
 
+/* How many rows of `width` floats make an elementwise piece: less is not worth a second thread. */
+size_t cpu_piece_rows(size_t width);
+
 /* x in the form that weights of this type multiply; kept for the next product. NULL: out of scratch. */
 const char *cpu_activations(struct backend_cpu *c, uint32_t weight_type, const float *x,
 			    size_t n_tok, size_t width);
@@ -69,4 +83,5 @@ const char *cpu_activations(struct backend_cpu *c, uint32_t weight_type, const f
 void cpu_convert(struct backend_cpu *c, enum quant_type type, const float *x, size_t n,
 		 size_t width, char *act);
 size_t cpu_act_bytes(uint32_t weight_type, size_t width); /* of one row */
-size_t cpu_matmul_rows(size_t w_stride); /* how many rows of the weights make a piece of a product */
+/* How many rows of w_stride bytes make a piece of a loop that reads loop_bytes of weights in all, for n_cols columns a piece. */
+size_t cpu_matmul_rows(const struct backend_cpu *c, size_t w_stride, size_t loop_bytes, size_t n_cols);

@@ -398,6 +398,17 @@ static int cuda_matmul(struct backend *b, const struct gguf_tensor *w, const flo
 	return r;
 }
 
+/* Launches follow each other on a card without anybody waking up. */
+static int cuda_matmul_many(struct backend *b, const struct gguf_tensor *const *w, size_t n,
+			    const float *x, size_t n_tok, float *const *y)
+{
+	int r = 0;
+
+	for (size_t i = 0; i < n && r == 0; i++)
+		r = cuda_matmul(b, w[i], x, n_tok, y[i]);
+	return r;
+}
+
 /* One row through page-locked memory, while other things may follow; several are waited for, a few at a time. */
 static int cuda_matmul_out(struct backend *b, const struct gguf_tensor *w, const float *x)
 {
@@ -478,6 +489,18 @@ static int flat(struct backend *b, enum card_function f, const float *x, const f
 static int cuda_add(struct backend *b, float *x, const float *y, size_t n)
 {
 	return flat(b, CARD_ADD, y, NULL, x, n);
+}
+
+/* Row by row: no family that a card takes has many of them. */
+static int cuda_add_bias(struct backend *b, const struct gguf_tensor *w, float *x, size_t n_rows,
+			 size_t width)
+{
+	const float *bias = card_weight(cuda_of(b)->card, w);
+	int r = 0;
+
+	for (size_t t = 0; t < n_rows && r == 0; t++)
+		r = flat(b, CARD_ADD, bias, NULL, x + t * width, width);
+	return r;
 }
 
 static int cuda_silu_mul(struct backend *b, const float *gate, const float *up, size_t n, float *y)
@@ -577,6 +600,8 @@ static int cuda_attention(struct backend *b, const struct backend_attn *p, const
 	};
 	size_t element = a.f16 ? sizeof(uint16_t) : sizeof(float);
 	int r;
+
+	assert(p->window == 0 && !p->sinks); /* card_load() refuses such models */
 
 	backend_cuda_drop_kept(c);
 	a.k_bytes = KV_PAGE_TOK * p->k_dim * element;
@@ -718,10 +743,12 @@ static const struct backend_ops cuda_ops = {
 	.end = cuda_end,
 	.embed = cuda_embed,
 	.matmul = cuda_matmul,
+	.matmul_many = cuda_matmul_many,
 	.matmul_out = cuda_matmul_out,
 	.copy_rows = cuda_copy_rows,
 	.rms_norm = cuda_rms_norm,
 	.add = cuda_add,
+	.add_bias = cuda_add_bias,
 	.silu_mul = cuda_silu_mul,
 	.sigmoid_mul = cuda_sigmoid_mul,
 	.scalar_gate = cuda_scalar_gate,

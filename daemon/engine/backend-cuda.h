@@ -58,7 +58,7 @@ struct backend_cuda {
 	const struct cuda_span *spans;
 	const uint32_t *span_of_row, *positions;
 	size_t max_kv;
-	float *freq; /* card: of the rope at hand */
+	float *freq;          /* card: of the rope at hand */
 	const float *freq_of; /* whose they are; NULL: nobody's */
 
 	/* The layer's choice between moe_route() and moe(). */

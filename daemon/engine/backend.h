@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * backend.h: where operations run. A table of functions over float activations in the backend's own memory; weights are named
- * by their GGUF tensor. backend-cpu.c (with moe-cpu.c) is the first, CUDA the second.
+ * by their GGUF tensor. backend-cpu.c (with attn-cpu.c, delta-cpu.c, moe-cpu.c) is the first, CUDA the second.
  *
  * Owned by the engine; engine thread only. All calls return 0 or -errno; what they computed is there for the calls that follow, and for the
  * caller after end(). -ENODEV from any of them: the device is lost, this backend computes nothing any more. Refuses to know layers,
@@ -41,7 +41,7 @@ struct backend_moe {
 	const struct gguf_tensor *gate_up; /* fused form instead of gate and up: first n_ff rows gate; else NULL */
 	uint32_t layer;                    /* of the model: whose blocks these are */
 	size_t n_expert, n_used;
-	/* F32 [n_ff or n_embd, n_expert]; NULL: none */
+	/* F32 [n_ff or n_embd, n_expert], added to what the expert's rows give; NULL: none. Not of gate_up: no family has one. */
 	const struct gguf_tensor *gate_bias, *up_bias, *down_bias;
 	enum backend_gating {
 		BACKEND_GATING_SOFTMAX, /* over all experts, the chosen ones' renormalised to 1 */
@@ -96,6 +96,9 @@ struct backend_ops {
 	/* y[t][r] = <w row r, x[t]> for the w->ne[1] rows. */
 	int (*matmul)(struct backend *b, const struct gguf_tensor *w, const float *x, size_t n_tok,
 		      float *y);
+	/* The same of n weights at once, y[i] being what w[i] makes of x: no more than a saving of time. No y may overlap x. */
+	int (*matmul_many)(struct backend *b, const struct gguf_tensor *const *w, size_t n,
+			   const float *x, size_t n_tok, float *const *y);
 	/* The same of n_out rows, into the batch's logits. */
 	int (*matmul_out)(struct backend *b, const struct gguf_tensor *w, const float *x);
 	/* y[t][0..width) = x[t][0..width), rows of x being x_stride floats apart: takes projections apart, picks rows. */

@@ -235,6 +235,14 @@ static int list_weights(struct card *c, const struct model *m)
 	return 0;
 }
 
+static bool has_kernels(uint32_t type)
+{
+	for (size_t i = 0; i < ARRAY_SIZE(types); i++)
+		if (types[i].type == type)
+			return true;
+	return false;
+}
+
 static int check_model(const struct model *m, char **ret_error)
 {
 	if (m->head_dim_max > CUDA_HEAD_MAX)
@@ -243,6 +251,15 @@ static int check_model(const struct model *m, char **ret_error)
 	if (m->cpu_only)
 		return fail(ret_error, -EOPNOTSUPP, "the model has %s, which no GPU kernel does",
 			    m->cpu_only);
+	for (size_t i = 0; i < gguf_n_tensors(m->gguf); i++) {
+		const struct gguf_tensor *t = gguf_tensor_at(m->gguf, i);
+
+		/* The CPU looks up rows of the embedding; as the head too it is a matrix like others. */
+		if (!has_kernels(t->type) && (t != m->embd || m->embd_tied))
+			return fail(ret_error, -EOPNOTSUPP,
+				    "tensor %s has type %s, which no GPU kernel does", t->name,
+				    quant_info(t->type)->name);
+	}
 	for (uint32_t i = 0; i < m->catalog->n_expert_layers; i++) {
 		const struct catalog_layer *l = &m->catalog->layers[m->catalog->expert_layers[i]];
 		const struct gguf_tensor *gate = l->matrix[0], *up = l->matrix[1],

@@ -69,6 +69,12 @@ int graph_matmul(struct graph *g, const struct gguf_tensor *w, const float *x, f
 	return g->backend->ops->matmul(g->backend, w, x, g->n_rows, y);
 }
 
+int graph_matmul_many(struct graph *g, const struct gguf_tensor *const *w, size_t n, const float *x,
+		      float *const *y)
+{
+	return g->backend->ops->matmul_many(g->backend, w, n, x, g->n_rows, y);
+}
+
 int graph_rms_norm(struct graph *g, const struct gguf_tensor *w, float eps, const float *x,
 		   size_t n_groups, size_t width, float *y)
 {

@@ -63,6 +63,9 @@ size_t graph_width_floats(size_t width);
 int graph_continue(const struct graph *g);
 int graph_embed(struct graph *g, const struct gguf_tensor *w, float *y);
 int graph_matmul(struct graph *g, const struct gguf_tensor *w, const float *x, float *y);
+/* y[i] = what w[i] makes of x, n weights at once. */
+int graph_matmul_many(struct graph *g, const struct gguf_tensor *const *w, size_t n, const float *x,
+		      float *const *y);
 /* RMS norm of groups of `width` values, n_groups in a row. y may be x. */
 int graph_rms_norm(struct graph *g, const struct gguf_tensor *w, float eps, const float *x,
 		   size_t n_groups, size_t width, float *y);

@@ -20,10 +20,10 @@
 size_t backend_moe_temp_floats(size_t n_embd, size_t n_ff, size_t n_expert, size_t n_used)
 {
 	/*
-	 * input in two forms, probs; chosen, weight, place, token; gathered, gate_up, hidden,
+	 * input in two forms, scores twice; chosen, weight, place, token; gathered, gate_up, hidden,
 	 * result. Converted rows are no wider than floats.
 	 */
-	return 2 * n_embd + n_expert + n_used * (4 + n_embd + 2 * n_ff + n_ff + n_embd);
+	return 2 * n_embd + 2 * n_expert + n_used * (4 + n_embd + 2 * n_ff + n_ff + n_embd);
 }
 
 /* Routing. */
@@ -31,50 +31,64 @@ size_t backend_moe_temp_floats(size_t n_embd, size_t n_ff, size_t n_expert, size
 struct choose_job {
 	const struct backend_cpu *c;
 	const struct route *r;
+	enum backend_gating gating;
 	const float *router;
-	float *probs; /* [t][n_expert] */
+	float *scores, *rest; /* [t][n_expert]: what is chosen by, and what choosing leaves of it */
 };
+
+/* Not-a-number is nobody's choice, but n_used different experts are chosen all the same. */
+static void probabilities(const struct cpu_kernels *k, float *scores, size_t n)
+{
+	k->softmax(scores, n);
+	for (size_t e = 0; e < n; e++)
+		if (!(scores[e] >= 0))
+			scores[e] = 0;
+}
+
+static void scale_to_one(float *weight, size_t n)
+{
+	float sum = 0;
+
+	for (size_t i = 0; i < n; i++)
+		sum += weight[i];
+	for (size_t i = 0; i < n; i++)
+		weight[i] /= sum;
+}
 
 static void choose_piece(void *arg, size_t t, unsigned thread)
 {
 	const struct choose_job *j = arg;
-	const struct route *r = j->r;
-	size_t n = r->n_expert;
-	float *probs = j->probs + t * n, sum = 0;
+	const struct cpu_kernels *k = j->c->k;
+	size_t n = j->r->n_expert, n_used = j->r->n_used;
+	float *scores = j->scores + t * n, *rest = j->rest + t * n, *weight = j->r->weight + t * n_used;
+	uint32_t *chosen = j->r->chosen + t * n_used;
 
 	(void)thread;
-	memcpy(probs, j->router + t * n, n * sizeof(float));
-	j->c->k->softmax(probs, n);
-	/* Not-a-number is nobody's choice, but n_used different experts are chosen all the same. */
-	for (size_t e = 0; e < n; e++)
-		if (!(probs[e] >= 0))
-			probs[e] = 0;
-	for (size_t k = 0; k < r->n_used; k++) {
-		size_t best = 0, slot = t * r->n_used + k;
+	memcpy(scores, j->router + t * n, n * sizeof(float));
+	if (j->gating == BACKEND_GATING_SOFTMAX)
+		probabilities(k, scores, n);
+	memcpy(rest, scores, n * sizeof(float));
+	k->top_k(rest, n, n_used, chosen);
+	for (size_t i = 0; i < n_used; i++)
+		weight[i] = scores[chosen[i]];
 
-		/* Strictly greater: of equals the lower index wins. */
-		for (size_t e = 1; e < n; e++)
-			if (probs[e] > probs[best])
-				best = e;
-		r->chosen[slot] = (uint32_t)best;
-		r->weight[slot] = probs[best];
-		sum += probs[best];
-		probs[best] = -1.0f;
+	switch (j->gating) {
+	case BACKEND_GATING_SOFTMAX: scale_to_one(weight, n_used); break;
+	case BACKEND_GATING_CHOSEN: k->softmax(weight, n_used); break;
 	}
-	for (size_t k = 0; k < r->n_used; k++)
-		r->weight[t * r->n_used + k] /= sum;
 }
 
 /* Chooses; *r lies in the arena from where it was on, until c->used is moved beyond it. */
 static int choose(struct backend_cpu *c, const struct backend_moe *p, const float *router_logits,
 		  size_t n_tok, struct route *r)
 {
-	struct choose_job j = { .c = c, .r = r, .router = router_logits };
+	struct choose_job j = { .c = c, .r = r, .gating = p->gating, .router = router_logits };
 	void *mem = cpu_take(c, 1, route_bytes(n_tok, p->n_used, p->n_expert));
 	size_t top = c->top;
 
-	j.probs = cpu_take(c, n_tok * p->n_expert, sizeof(float));
-	if (!mem || !j.probs)
+	j.scores = cpu_take(c, n_tok * p->n_expert, sizeof(float));
+	j.rest = cpu_take(c, n_tok * p->n_expert, sizeof(float));
+	if (!mem || !j.scores || !j.rest)
 		return -ENOMEM;
 	route_init(r, mem, n_tok, p->n_used, p->n_expert);
 	cpu_run(c, n_tok, choose_piece, &j);
@@ -146,6 +160,15 @@ struct rows {
 	size_t stride;
 };
 
+/* One weight of every expert. */
+struct matrix {
+	const struct gguf_tensor *w;
+	unsigned index; /* of residency_block.matrix */
+	struct rows from;
+	float *y;
+	size_t y_stride, w_stride, rows, row_pieces;
+};
+
 struct moe_job {
 	struct backend_cpu *c;
 	const struct backend_moe *p;
@@ -157,12 +180,13 @@ struct moe_job {
 	char *hidden;      /* the product in the form that down multiplies */
 	const struct residency_block *blocks; /* at hand */
 	size_t n_blocks;
-	/* one of the three weights at a time */
-	const struct gguf_tensor *w;
-	unsigned matrix; /* which */
-	struct rows from;
-	float *y;
-	size_t y_stride, w_stride, w_rows, rows, row_pieces;
+	struct rows from; /* what is gathered */
+	/* of what is done place by place, and how many blocks make a piece of it */
+	void (*do_place)(const struct moe_job *j, uint32_t expert, size_t place);
+	size_t piece_blocks;
+	const struct matrix *matrices; /* that one loop multiplies: one or two */
+	size_t block_pieces;           /* of a block's products */
+	float *result;
 };
 
 /* What multiplies the rows of x first; the second is the first where the form is fused. */
@@ -293,16 +317,33 @@ void backend_cpu_moe_end(struct backend *b)
 	end(cpu_of(b));
 }
 
-/* A piece is an expert: all its places. */
-static void gather_piece(void *arg, size_t i, unsigned thread)
+static void blocks_piece(void *arg, size_t i, unsigned thread)
 {
 	const struct moe_job *j = arg;
-	uint32_t e = j->blocks[i].expert;
+	size_t end = MIN((i + 1) * j->piece_blocks, j->n_blocks);
 
 	(void)thread;
-	for (size_t place = j->r->first[e]; place < j->r->first[e + 1]; place++)
-		memcpy(j->gathered + place * j->from.stride,
-		       j->from.act + j->r->token[place] * j->from.stride, j->from.stride);
+	for (size_t b = i * j->piece_blocks; b < end; b++) {
+		uint32_t e = j->blocks[b].expert;
+
+		for (size_t place = j->r->first[e]; place < j->r->first[e + 1]; place++)
+			j->do_place(j, e, place);
+	}
+}
+
+/* Of the blocks at hand. */
+static void each_place(struct moe_job *j,
+		       void (*fn)(const struct moe_job *j, uint32_t expert, size_t place))
+{
+	j->do_place = fn;
+	cpu_run(j->c, n_pieces(j->n_blocks, j->piece_blocks), blocks_piece, j);
+}
+
+static void gather_place(const struct moe_job *j, uint32_t expert, size_t place)
+{
+	(void)expert;
+	memcpy(j->gathered + place * j->from.stride,
+	       j->from.act + j->r->token[place] * j->from.stride, j->from.stride);
 }
 
 /* The input of every place of the blocks at hand. A single token's row is that of every place. */
@@ -311,75 +352,119 @@ static struct rows gather(struct moe_job *j, struct rows in)
 	if (j->r->n_tok == 1)
 		return (struct rows){ in.act, 0 };
 	j->from = in;
-	cpu_run(j->c, j->n_blocks, gather_piece, j);
+	each_place(j, gather_place);
 	return (struct rows){ j->gathered, in.stride };
 }
 
 static void expert_piece(void *arg, size_t i, unsigned thread)
 {
 	const struct moe_job *j = arg;
-	const struct residency_block *b = &j->blocks[i / j->row_pieces];
-	size_t r0 = i % j->row_pieces * j->rows, place = j->r->first[b->expert];
+	const struct residency_block *b = &j->blocks[i / j->block_pieces];
+	const struct matrix *m = j->matrices;
+	size_t piece = i % j->block_pieces, end = j->r->first[b->expert + 1];
+	size_t cols = j->c->tiles.l2_cols, r0;
 
 	(void)thread;
-	j->c->k->matmul[j->w->type](j->w->ne[0], (const char *)b->matrix[j->matrix] + r0 * j->w_stride,
-				    j->w_stride, MIN(j->rows, j->w_rows - r0),
-				    j->from.act + place * j->from.stride, j->from.stride,
-				    j->r->first[b->expert + 1] - place,
-				    j->y + place * j->y_stride + r0, j->y_stride, &j->c->tiles);
+	if (piece >= m->row_pieces)
+		piece -= m++->row_pieces;
+	r0 = piece * m->rows;
+	for (size_t place = j->r->first[b->expert]; place < end; place += cols)
+		j->c->k->matmul[m->w->type](m->w->ne[0],
+					    (const char *)b->matrix[m->index] + r0 * m->w_stride,
+					    m->w_stride, MIN(m->rows, m->w->ne[1] - r0),
+					    m->from.act + place * m->from.stride, m->from.stride,
+					    MIN(cols, end - place), m->y + place * m->y_stride + r0,
+					    m->y_stride, &j->c->tiles);
 }
 
-/* One weight of every block at hand over the places of its expert. */
-static void run_experts(struct moe_job *j, const struct gguf_tensor *w, unsigned matrix,
-			struct rows from, float *y, size_t y_stride)
+/* One or two weights of every block at hand over the places of its expert. */
+static void run_experts(struct moe_job *j, struct matrix *m, size_t n)
 {
-	j->w = w;
-	j->matrix = matrix;
-	j->from = from;
-	j->y = y;
-	j->y_stride = y_stride;
-	j->w_stride = quant_row_bytes(w->type, w->ne[0]);
-	j->w_rows = w->ne[1];
-	j->rows = cpu_matmul_rows(j->w_stride);
-	j->row_pieces = n_pieces(j->w_rows, j->rows);
-	cpu_run(j->c, j->n_blocks * j->row_pieces, expert_piece, j);
-}
+	size_t bytes = 0, n_cols = j->r->n_tok * j->r->n_used / j->r->n_active;
 
-static void hidden_piece(void *arg, size_t i, unsigned thread)
-{
-	const struct moe_job *j = arg;
-	enum quant_type type = cpu_act_type((enum quant_type)j->p->down->type);
-	uint32_t e = j->blocks[i].expert;
-
-	(void)thread;
-	for (size_t place = j->r->first[e]; place < j->r->first[e + 1]; place++) {
-		float *gate = j->gate_up + place * 2 * j->n_ff;
-		char *hidden = j->hidden + place * j->hidden_stride;
-
-		j->c->k->silu_mul(gate, gate + j->n_ff, type == QUANT_F32 ? (float *)hidden : gate,
-				  j->n_ff);
-		if (type != QUANT_F32)
-			j->c->k->quantize[type](gate, hidden, j->n_ff);
+	for (size_t i = 0; i < n; i++) {
+		m[i].w_stride = quant_row_bytes(m[i].w->type, m[i].w->ne[0]);
+		bytes += m[i].w->ne[1] * m[i].w_stride;
 	}
+	j->matrices = m;
+	j->block_pieces = 0;
+	for (size_t i = 0; i < n; i++) {
+		m[i].rows = cpu_matmul_rows(j->c, m[i].w_stride, j->n_blocks * bytes, n_cols);
+		m[i].row_pieces = n_pieces(m[i].w->ne[1], m[i].rows);
+		j->block_pieces += m[i].row_pieces;
+	}
+	cpu_run(j->c, j->n_blocks * j->block_pieces, expert_piece, j);
+}
+
+static void multiply_input(struct moe_job *j)
+{
+	struct matrix m[] = {
+		{ .w = input_weight(j->p, 0), .index = 0, .y = j->gate_up, .y_stride = 2 * j->n_ff },
+		{ .w = j->p->up, .index = 1, .y = j->gate_up + j->n_ff, .y_stride = 2 * j->n_ff },
+	};
+
+	m[0].from = m[1].from = gather(j, j->in[0]);
+	if (j->p->gate_up || j->in[1].act == j->in[0].act) {
+		run_experts(j, m, j->p->gate_up ? 1 : 2);
+		return;
+	}
+	/* There is room for one form of the input at a time. */
+	run_experts(j, m, 1);
+	m[1].from = gather(j, j->in[1]);
+	run_experts(j, m + 1, 1);
+}
+
+static void add_bias(const struct moe_job *j, const struct gguf_tensor *bias, uint32_t expert,
+		     float *y, size_t n)
+{
+	if (bias)
+		j->c->k->add_scaled(y, (const float *)bias->data + expert * n, 1.0f, n);
+}
+
+/* From the products with gate and up to what down multiplies. */
+static void hide_place(const struct moe_job *j, uint32_t expert, size_t place)
+{
+	const struct cpu_kernels *k = j->c->k;
+	enum quant_type type = cpu_act_type((enum quant_type)j->p->down->type);
+	float *gate = j->gate_up + place * 2 * j->n_ff, *up = gate + j->n_ff;
+	char *hidden = j->hidden + place * j->hidden_stride;
+
+	add_bias(j, j->p->gate_bias, expert, gate, j->n_ff);
+	add_bias(j, j->p->up_bias, expert, up, j->n_ff);
+	(j->p->unit == BACKEND_UNIT_OAI ? k->swiglu_oai : k->silu_mul)(
+		gate, up, type == QUANT_F32 ? (float *)hidden : gate, j->n_ff);
+	if (type != QUANT_F32)
+		k->quantize[type](gate, hidden, j->n_ff);
+}
+
+static void bias_place(const struct moe_job *j, uint32_t expert, size_t place)
+{
+	add_bias(j, j->p->down_bias, expert, j->result + place * j->n_embd, j->n_embd);
 }
 
 void backend_cpu_moe_run(struct backend *b, const struct residency_block *blocks, size_t n, float *result)
 {
 	struct moe_job *j = cpu_of(b)->moe.job;
-	struct rows in;
+	struct matrix down;
 
 	assert(j);
+	if (n == 0)
+		return;
 	j->blocks = blocks;
 	j->n_blocks = n;
-	in = gather(j, j->in[0]);
-	run_experts(j, input_weight(j->p, 0), 0, in, j->gate_up, 2 * j->n_ff);
-	if (!j->p->gate_up) {
-		if (j->in[1].act != j->in[0].act)
-			in = gather(j, j->in[1]);
-		run_experts(j, j->p->up, 1, in, j->gate_up + j->n_ff, 2 * j->n_ff);
-	}
-	cpu_run(j->c, n, hidden_piece, j);
-	run_experts(j, j->p->down, 2, (struct rows){ j->hidden, j->hidden_stride }, result, j->n_embd);
+	j->piece_blocks = cpu_piece_rows(MAX(j->n_embd, 2 * j->n_ff) * j->r->n_tok * j->r->n_used /
+					 j->r->n_active);
+	j->result = result;
+	multiply_input(j);
+	each_place(j, hide_place);
+	down = (struct matrix){ .w = j->p->down,
+				.index = 2,
+				.from = { j->hidden, j->hidden_stride },
+				.y = result,
+				.y_stride = j->n_embd };
+	run_experts(j, &down, 1);
+	if (j->p->down_bias)
+		each_place(j, bias_place);
 }
 
 /* All of a layer. */

@@ -110,6 +110,9 @@ int moe_cuda_route(struct backend *b, const struct backend_moe *p, const float *
 	struct backend_cuda *c = cuda_of(b);
 	int r;
 
+	/* card_load() refuses other models. */
+	assert(p->gating == BACKEND_GATING_SOFTMAX && p->unit == BACKEND_UNIT_SILU);
+	assert(!p->gate_bias && !p->up_bias && !p->down_bias);
 	backend_cuda_drop_kept(c);
 	c->moe = p;
 	if (c->graph.recording)

@@ -373,6 +373,33 @@ static void test_too_small(void **state)
 	card_close(card);
 }
 
+/* What the CPU computes with, and no kernel of the card: in the trunk, or of experts. */
+static void test_type_without_kernels(void **state)
+{
+	static const char *const names[] = { "blk.0.attn_qkv.weight", "blk.0.ffn_gate_exps.weight" };
+	struct card *card;
+
+	(void)state;
+	CARD_OR_SKIP();
+	assert_int_equal(card_open(&card, NULL), 0);
+	for (size_t i = 0; i < ARRAY_SIZE(names); i++) {
+		/* As a file would have it: the model is ours, and nothing reads it before the check. */
+		struct gguf_tensor *t = (struct gguf_tensor *)gguf_tensor(rig.m->gguf, names[i]);
+		_cleanup_(freep) char *error = NULL, *want = NULL;
+		uint32_t type;
+
+		assert_non_null(t);
+		type = t->type;
+		t->type = QUANT_Q4_1;
+		assert_int_equal(card_load(card, rig.m, sizes(), NULL, &error), -EOPNOTSUPP);
+		t->type = type;
+		assert_true(asprintf(&want, "tensor %s has type Q4_1, which no GPU kernel does",
+				     names[i]) > 0);
+		assert_string_equal(error, want);
+	}
+	card_close(card);
+}
+
 /* Pages of a file that another process has mapped too do not go. */
 static void copy_toy(void)
 {
@@ -473,7 +500,7 @@ int main(void)
 		cmocka_unit_test(test_logits),    cmocka_unit_test(test_logits_f32),
 		cmocka_unit_test(test_recorded),  cmocka_unit_test(test_two_sequences),
 		cmocka_unit_test(test_failures),  cmocka_unit_test(test_cycles),
-		cmocka_unit_test(test_too_small),
+		cmocka_unit_test(test_too_small), cmocka_unit_test(test_type_without_kernels),
 	};
 
 	return cmocka_run_group_tests(tests, setup, teardown);

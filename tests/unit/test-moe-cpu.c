@@ -21,24 +21,30 @@
 #define FIXED    8192
 
 struct layer {
-	struct gguf_tensor w[CATALOG_MATRICES];
+	struct gguf_tensor w[CATALOG_MATRICES], bias[CATALOG_MATRICES];
 	struct backend_moe p;
 };
 
 struct types {
 	enum quant_type gate, up, down;
-	bool fused;
+	bool fused, biases;
+	enum backend_gating gating;
+	enum backend_unit unit;
 };
 
 static const struct types all_types[] = {
-	{ QUANT_F32, QUANT_F32, QUANT_F32, false },
-	{ QUANT_Q8_0, QUANT_Q8_0, QUANT_Q8_0, false },
-	{ QUANT_Q4_K, QUANT_Q4_K, QUANT_F16, true },
-	{ QUANT_Q4_K, QUANT_Q4_K, QUANT_Q4_K, false },
+	{ QUANT_F32, QUANT_F32, QUANT_F32, .fused = false },
+	{ QUANT_Q8_0, QUANT_Q8_0, QUANT_Q8_0, .fused = false },
+	{ QUANT_Q4_K, QUANT_Q4_K, QUANT_F16, .fused = true },
+	{ QUANT_Q4_K, QUANT_Q4_K, QUANT_Q4_K, .fused = false },
 	/* Gate and up want different forms of their input. */
-	{ QUANT_F32, QUANT_Q8_0, QUANT_F32, false },
-	{ QUANT_Q4_K, QUANT_F32, QUANT_Q8_0, false },
-	{ QUANT_F16, QUANT_Q8_0, QUANT_F32, false },
+	{ QUANT_F32, QUANT_Q8_0, QUANT_F32, .fused = false },
+	{ QUANT_Q4_K, QUANT_F32, QUANT_Q8_0, .fused = false },
+	{ QUANT_F16, QUANT_Q8_0, QUANT_F32, .fused = false },
+	{ QUANT_Q8_0, QUANT_Q8_0, QUANT_Q8_0, .biases = true, .gating = BACKEND_GATING_CHOSEN,
+	  .unit = BACKEND_UNIT_OAI },
+	{ QUANT_F32, QUANT_Q4_K, QUANT_Q4_K, .biases = true, .gating = BACKEND_GATING_SOFTMAX,
+	  .unit = BACKEND_UNIT_OAI },
 };
 
 static const size_t all_n_tok[] = { 1, 2, N_TOK };
@@ -74,11 +80,32 @@ static void new_tensor(struct gguf_tensor *w, enum quant_type type, size_t n, si
 	};
 }
 
+static void new_bias(struct gguf_tensor *w, size_t n)
+{
+	*w = (struct gguf_tensor){ .type = QUANT_F32,
+				   .n_dims = 2,
+				   .ne = { n, N_EXPERT, 1, 1 },
+				   .bytes = n * N_EXPERT * sizeof(float),
+				   .data = new_floats(n * N_EXPERT) };
+}
+
 static struct layer *new_layer(struct types t)
 {
 	struct layer *l = new_bytes(sizeof(*l));
 
-	*l = (struct layer){ .p = { .down = &l->w[2], .n_expert = N_EXPERT, .n_used = N_USED } };
+	*l = (struct layer){ .p = { .down = &l->w[2],
+				    .n_expert = N_EXPERT,
+				    .n_used = N_USED,
+				    .gating = t.gating,
+				    .unit = t.unit } };
+	if (t.biases) {
+		new_bias(&l->bias[0], N_FF);
+		new_bias(&l->bias[1], N_FF);
+		new_bias(&l->bias[2], N_EMBD);
+		l->p.gate_bias = &l->bias[0];
+		l->p.up_bias = &l->bias[1];
+		l->p.down_bias = &l->bias[2];
+	}
 	new_tensor(&l->w[0], t.gate, N_EMBD, t.fused ? 2 * N_FF : N_FF);
 	new_tensor(&l->w[2], t.down, N_FF, N_EMBD);
 	if (t.fused) {
@@ -93,8 +120,10 @@ static struct layer *new_layer(struct types t)
 
 static struct layer *layer_free(struct layer *l)
 {
-	for (size_t i = 0; i < CATALOG_MATRICES; i++)
+	for (size_t i = 0; i < CATALOG_MATRICES; i++) {
 		free((void *)l->w[i].data);
+		free((void *)l->bias[i].data);
+	}
 	free(l);
 	return NULL;
 }
@@ -129,7 +158,7 @@ static void operation(struct backend *b, const struct layer *l, const float *rou
 }
 
 /* The route that the operation makes of these logits; the caller frees ret->chosen. */
-static void make_route(struct route *ret, const float *router, size_t n_tok)
+static void make_route(struct route *ret, enum backend_gating gating, const float *router, size_t n_tok)
 {
 	void *mem = aligned_alloc(64, route_bytes(n_tok, N_USED, N_EXPERT));
 
@@ -139,7 +168,8 @@ static void make_route(struct route *ret, const float *router, size_t n_tok)
 		float probs[N_EXPERT], sum = 0;
 
 		memcpy(probs, router + t * N_EXPERT, sizeof(probs));
-		cpu_kernels_choose(NULL)->softmax(probs, N_EXPERT);
+		if (gating == BACKEND_GATING_SOFTMAX)
+			cpu_kernels_choose(NULL)->softmax(probs, N_EXPERT);
 		for (size_t k = 0; k < N_USED; k++) {
 			uint32_t best = 0;
 
@@ -149,9 +179,11 @@ static void make_route(struct route *ret, const float *router, size_t n_tok)
 			ret->chosen[t * N_USED + k] = best;
 			ret->weight[t * N_USED + k] = probs[best];
 			sum += probs[best];
-			probs[best] = -1;
+			probs[best] = -INFINITY;
 		}
-		for (size_t k = 0; k < N_USED; k++)
+		if (gating == BACKEND_GATING_CHOSEN)
+			cpu_kernels_choose(NULL)->softmax(ret->weight + t * N_USED, N_USED);
+		for (size_t k = 0; k < N_USED && gating == BACKEND_GATING_SOFTMAX; k++)
 			ret->weight[t * N_USED + k] /= sum;
 	}
 	assert_int_equal(route_sort(ret), 0);
@@ -234,7 +266,7 @@ static void check_waves(const struct layer *l, size_t n_tok, unsigned n_threads)
 		for (size_t i = 0; i < n_tok * N_EMBD; i++)
 			x[i] = random_float();
 		memcpy(got, want, n_tok * N_EMBD * sizeof(float));
-		make_route(&r, router, n_tok);
+		make_route(&r, l->p.gating, router, n_tok);
 		operation(whole, l, router, x, n_tok, want);
 		in_waves(parts, l, &r, x, got);
 		assert_memory_equal(want, got, n_tok * N_EMBD * sizeof(float));
@@ -255,6 +287,20 @@ static void test_waves_give_the_same_bits(void **state)
 	}
 }
 
+static double bias_of(const struct gguf_tensor *bias, uint32_t e, size_t i)
+{
+	return bias ? (double)((const float *)bias->data)[e * bias->ne[0] + i] : 0;
+}
+
+static double unit(const struct backend_moe *p, double g, double u)
+{
+	if (p->unit == BACKEND_UNIT_SILU)
+		return g / (1 + exp(-g)) * u;
+	g = fmin(g, 7);
+	u = fmax(fmin(u, 7), -7);
+	return g / (1 + exp(-1.702 * g)) * (u + 1);
+}
+
 /* out[d] += what expert e makes of x, all in double. */
 static void plain_expert(const struct layer *l, uint32_t e, const float *x, double weight, double *out)
 {
@@ -265,16 +311,16 @@ static void plain_expert(const struct layer *l, uint32_t e, const float *x, doub
 	double hidden[N_FF];
 
 	for (size_t f = 0; f < N_FF; f++) {
-		double g = 0, u = 0;
+		double g = bias_of(l->p.gate_bias, e, f), u = bias_of(l->p.up_bias, e, f);
 
 		for (size_t d = 0; d < N_EMBD; d++) {
 			g += (double)gate[f * N_EMBD + d] * (double)x[d];
 			u += (double)up[f * N_EMBD + d] * (double)x[d];
 		}
-		hidden[f] = g / (1 + exp(-g)) * u;
+		hidden[f] = unit(&l->p, g, u);
 	}
 	for (size_t d = 0; d < N_EMBD; d++) {
-		double sum = 0;
+		double sum = bias_of(l->p.down_bias, e, d);
 
 		for (size_t f = 0; f < N_FF; f++)
 			sum += (double)down[d * N_FF + f] * hidden[f];
@@ -291,7 +337,7 @@ static void check_plain(const struct layer *l, size_t n_tok)
 	struct route r;
 
 	memcpy(before, out, n_tok * N_EMBD * sizeof(float));
-	make_route(&r, router, n_tok);
+	make_route(&r, l->p.gating, router, n_tok);
 	operation(b, l, router, x, n_tok, out);
 	for (size_t t = 0; t < n_tok; t++) {
 		double want[N_EMBD], largest = 0;
@@ -311,8 +357,14 @@ static void check_plain(const struct layer *l, size_t n_tok)
 
 static void test_against_plain_arithmetic(void **state)
 {
-	static const struct types types[] = { { QUANT_F32, QUANT_F32, QUANT_F32, false },
-					      { QUANT_F32, QUANT_F32, QUANT_F32, true } };
+	static const struct types types[] = {
+		{ QUANT_F32, QUANT_F32, QUANT_F32, .fused = false },
+		{ QUANT_F32, QUANT_F32, QUANT_F32, .fused = true },
+		{ QUANT_F32, QUANT_F32, QUANT_F32, .biases = true, .gating = BACKEND_GATING_CHOSEN,
+		  .unit = BACKEND_UNIT_OAI },
+		{ QUANT_F32, QUANT_F32, QUANT_F32, .fused = true, .gating = BACKEND_GATING_CHOSEN,
+		  .unit = BACKEND_UNIT_OAI }
+	};
 
 	(void)state;
 	seed = 2;
@@ -342,7 +394,7 @@ static void test_input_that_was_seen_before(void **state)
 	l = new_layer(all_types[1]);
 	memset(want, 0, n_tok * N_EMBD * sizeof(float));
 	memset(got, 0, n_tok * N_EMBD * sizeof(float));
-	make_route(&r, router, n_tok);
+	make_route(&r, l->p.gating, router, n_tok);
 	assert_int_equal(parts->ops->matmul(parts, l->p.gate, x, n_tok, y), 0);
 	for (size_t i = 0; i < n_tok * N_EMBD; i++)
 		x[i] = random_float();
@@ -360,8 +412,8 @@ static void test_scratch(void **state)
 
 	(void)state;
 	seed = 3;
-	make_route(&r, router, N_TOK);
-	make_route(&one, router, 1);
+	make_route(&r, BACKEND_GATING_SOFTMAX, router, N_TOK);
+	make_route(&one, BACKEND_GATING_SOFTMAX, router, 1);
 	for (size_t i = 0; i < ARRAY_SIZE(all_types); i++) {
 		_cleanup_(layer_freep) struct layer *l = new_layer(all_types[i]);
 		size_t bytes = backend_cpu_moe_bytes(&l->p, N_TOK);
@@ -382,15 +434,14 @@ static void test_scratch(void **state)
 }
 
 /* A router that has lost its mind chooses different experts all the same, and says so in the result. */
-static void test_not_a_number(void **state)
+static void check_not_a_number(struct types t)
 {
 	static const float mad[] = { NAN, INFINITY, -INFINITY };
 	_cleanup_(layer_freep) struct layer *l = NULL;
 	_cleanup_(backend_freep) struct backend *b = new_backend(1, operation_bytes(2));
 
-	(void)state;
 	seed = 4;
-	l = new_layer(all_types[1]);
+	l = new_layer(t);
 	for (size_t i = 0; i < ARRAY_SIZE(mad); i++) {
 		_cleanup_(freep) float *x = new_floats(2 * N_EMBD), *out = new_floats(2 * N_EMBD),
 				       *router = new_floats(2 * N_EXPERT);
@@ -404,6 +455,49 @@ static void test_not_a_number(void **state)
 	}
 }
 
+static void test_not_a_number(void **state)
+{
+	(void)state;
+	check_not_a_number(all_types[1]);
+	check_not_a_number((struct types){ QUANT_Q8_0, QUANT_Q8_0, QUANT_Q8_0, .biases = true,
+					   .gating = BACKEND_GATING_CHOSEN, .unit = BACKEND_UNIT_OAI });
+}
+
+/* Of equals the first is chosen, and what is chosen weighs what it should, also far from zero. */
+static void test_gating(void **state)
+{
+	static const float router[2][N_EXPERT] = { { 1, 3, -2, 3, 2, 2, 0 },
+						   { 91, -90, 89, 90, -95, 0, 88 } };
+	static const uint32_t want[2][N_USED] = { { 1, 3, 4 }, { 0, 3, 2 } };
+	_cleanup_(layer_freep) struct layer *l = NULL;
+
+	(void)state;
+	seed = 6;
+	l = new_layer(all_types[0]);
+	for (unsigned g = 0; g < 2; g++) {
+		_cleanup_(backend_freep) struct backend *b = new_backend(1, operation_bytes(2));
+		_cleanup_(freep) float *x = new_floats(2 * N_EMBD),
+				       *out = new_bytes(2 * N_EMBD * sizeof(float));
+
+		l->p.gating = g ? BACKEND_GATING_CHOSEN : BACKEND_GATING_SOFTMAX;
+		memset(out, 0, 2 * N_EMBD * sizeof(float));
+		operation(b, l, router[0], x, 2, out);
+		for (size_t t = 0; t < 2; t++) {
+			double sum = 0, expected[N_EMBD] = { 0 };
+
+			for (size_t k = 0; k < N_USED; k++)
+				sum += exp((double)(router[t][want[t][k]] - router[t][want[t][0]]));
+			for (size_t k = 0; k < N_USED; k++)
+				plain_expert(
+					l, want[t][k], x + t * N_EMBD,
+					exp((double)(router[t][want[t][k]] - router[t][want[t][0]])) / sum,
+					expected);
+			for (size_t d = 0; d < N_EMBD; d++)
+				assert_true(fabs(expected[d] - (double)out[t * N_EMBD + d]) < 1e-4);
+		}
+	}
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -412,6 +506,7 @@ int main(void)
 		cmocka_unit_test(test_input_that_was_seen_before),
 		cmocka_unit_test(test_scratch),
 		cmocka_unit_test(test_not_a_number),
+		cmocka_unit_test(test_gating),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);
