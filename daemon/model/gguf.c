@@ -1026,6 +1026,11 @@ const struct gguf_tensor *gguf_tensor(const struct gguf *g, const char *name)
 	return t ? *t : NULL;
 }
 
+bool gguf_has(const struct gguf *g, const char *key)
+{
+	return kv_find(&g->parts[0], key) != NULL;
+}
+
 int gguf_get_u64(const struct gguf *g, const char *key, uint64_t *ret)
 {
 	return kv_u64(&g->parts[0], key, ret);
@@ -1127,6 +1132,19 @@ int gguf_array_i64(const struct gguf_array *a, size_t i, int64_t *ret)
 	if (a->type == VALUE_U64 && v > INT64_MAX)
 		return -EINVAL;
 	*ret = (int64_t)v;
+	return 0;
+}
+
+int gguf_array_u32(const struct gguf_array *a, size_t i, uint32_t *ret)
+{
+	int64_t v;
+	int k = gguf_array_i64(a, i, &v);
+
+	if (k < 0)
+		return k;
+	if (a->type == VALUE_BOOL || v < 0 || v > UINT32_MAX)
+		return -EINVAL;
+	*ret = (uint32_t)v;
 	return 0;
 }
 

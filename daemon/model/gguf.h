@@ -63,6 +63,7 @@ const struct gguf_tensor *gguf_tensor_at(const struct gguf *g, size_t i); /* fil
 const struct gguf_tensor *gguf_tensor(const struct gguf *g, const char *name); /* NULL when absent; O(log n) */
 
 /* Metadata of the first part. 0, -ENOENT (absent), -EINVAL (another type, negative or out of range). ret_ untouched on error. */
+bool gguf_has(const struct gguf *g, const char *key);                   /* of whatever type */
 int gguf_get_u64(const struct gguf *g, const char *key, uint64_t *ret); /* any integer type >= 0 */
 int gguf_get_u32(const struct gguf *g, const char *key, uint32_t *ret);
 int gguf_get_f32(const struct gguf *g, const char *key, float *ret); /* f32 or f64, finite */
@@ -75,4 +76,5 @@ size_t gguf_array_n(const struct gguf_array *a);
 bool gguf_array_is_str(const struct gguf_array *a);
 int gguf_array_str(const struct gguf_array *a, size_t i, const char **ret, size_t *ret_len); /* O(1) */
 int gguf_array_i64(const struct gguf_array *a, size_t i, int64_t *ret); /* integer and bool elements */
+int gguf_array_u32(const struct gguf_array *a, size_t i, uint32_t *ret); /* integer elements >= 0 */
 int gguf_array_f32(const struct gguf_array *a, size_t i, float *ret);

@@ -29,6 +29,7 @@ struct model *model_unref(struct model *m)
 	template_free(m->template);
 	tokenizer_free(m->tokenizer);
 	gguf_close(m->gguf);
+	free(m->bound);
 	free(m->template_error);
 	free(m->name);
 	free(m->path);
@@ -100,6 +101,64 @@ static int find_arch(struct model *m, char **ret_error)
 		    m->path, shown ? shown : "?", arch_list());
 }
 
+static int by_address(const void *a, const void *b)
+{
+	const struct gguf_tensor *s = *(const struct gguf_tensor *const *)a;
+	const struct gguf_tensor *t = *(const struct gguf_tensor *const *)b;
+
+	return (s > t) - (s < t);
+}
+
+/* Whether the name is one of a layer that the file has and that does not run. */
+static bool is_idle(const struct model *m, const char *name)
+{
+	unsigned long layer;
+	char prefix[32];
+
+	if (sscanf(name, "blk.%lu.", &layer) != 1 || layer < m->n_layer || layer >= m->n_block)
+		return false;
+	/* sscanf() takes signs, spaces and zeros too. */
+	snprintf(prefix, sizeof(prefix), "blk.%lu.", layer);
+	return startswith(name, prefix);
+}
+
+/*
+ * A tensor that the family did not ask for is a bias, a scale, a layer or another part of a model
+ * like it, but not it: without it the logits would be wrong.
+ */
+static int check_bound(const struct model *m, char **ret_error)
+{
+	qsort(m->bound, m->n_bound, sizeof(*m->bound), by_address);
+	for (size_t i = 0; i < gguf_n_tensors(m->gguf); i++) {
+		const struct gguf_tensor *t = gguf_tensor_at(m->gguf, i);
+		_cleanup_(freep) char *shown = NULL;
+
+		if (bsearch(&t, m->bound, m->n_bound, sizeof(*m->bound), by_address) ||
+		    is_idle(m, t->name))
+			continue;
+		shown = printable_copy(t->name, strlen(t->name));
+		return fail(ret_error, -EOPNOTSUPP,
+			    "%s: tensor '%s': no model of architecture '%s' that is supported has it",
+			    m->path, shown ? shown : "?", m->arch->name);
+	}
+	return 0;
+}
+
+static int load_arch(struct model *m, char **ret_error)
+{
+	int r;
+
+	m->bound = calloc(gguf_n_tensors(m->gguf) + 1, sizeof(*m->bound));
+	if (!m->bound)
+		return fail(ret_error, -ENOMEM, "%s: no memory", m->path);
+	r = m->arch->load(m, ret_error);
+	if (r == 0)
+		r = check_bound(m, ret_error);
+	free(m->bound);
+	m->bound = NULL;
+	return r;
+}
+
 static int count_weights(struct model *m, char **ret_error)
 {
 	m->weights_f32 = true;
@@ -127,10 +186,12 @@ static int count_weights(struct model *m, char **ret_error)
 
 static int load_vocabulary(struct model *m, char **ret_error)
 {
-	int r = tokenizer_new(m->gguf, &m->tokenizer, ret_error);
+	_cleanup_(freep) char *error = NULL;
+	int r = tokenizer_new(m->gguf, &m->tokenizer, &error);
 
 	if (r < 0)
-		return r;
+		return fail(ret_error, r, "%s: %s", m->path,
+			    error ? error : "the tokenizer could not be loaded");
 	if (tokenizer_n_vocab(m->tokenizer) > m->n_vocab)
 		return fail(ret_error, -EBADMSG,
 			    "%s: %" PRIu32 " tokens, but embeddings for only %" PRIu32, m->path,
@@ -156,7 +217,7 @@ int model_load(const char *path, struct model **ret, char **ret_error)
 	if (r == 0)
 		r = find_arch(m, ret_error);
 	if (r == 0)
-		r = m->arch->load(m, ret_error);
+		r = load_arch(m, ret_error);
 	if (r == 0)
 		r = catalog_new(m->gguf, m->n_layer, &m->catalog, ret_error);
 	if (r == 0)

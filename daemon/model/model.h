@@ -31,6 +31,7 @@ struct model {
 	const struct arch *arch;
 	void *arch_data; /* owned by arch */
 	uint32_t n_vocab, n_embd, n_layer, n_ctx_train;
+	uint32_t n_block;       /* layers of the file; those from n_layer on do not run */
 	uint32_t n_expert_used; /* of a layer, by a token; 0: no experts */
 	uint64_t n_params, weight_bytes;
 	bool weights_f32; /* every matrix is F32: KV is then kept in F32 too */
@@ -42,6 +43,8 @@ struct model {
 	size_t recurrent_floats; /* recurrent state of one session, all layers; 0: none */
 	size_t row_floats; /* scratch of one row of a batch: what arch->forward() takes of the graph at most */
 	size_t op_floats; /* and what the backend's largest operation takes on top */
+	const struct gguf_tensor **bound; /* while arch->load() runs: what arch_bind() gave out; then NULL */
+	size_t n_bound;
 };
 
 /* Errors as gguf_open(), tokenizer_new(), arch->load(). -EOPNOTSUPP for an architecture that is not in the table (named, with

@@ -169,13 +169,16 @@ static uint64_t megabytes(uint64_t bytes)
 
 static int refuse_budget(const struct residency *r, const char *path, char **ret_error)
 {
+	bool experts = r->catalog->n_blocks > 0;
+
 	return fail(ret_error, -ENOSPC,
 		    "%s: needs at least %" PRIu64 " MB of memory, %" PRIu64
 		    " MB of them for the trunk and %" PRIu64
-		    " MB for work, one conversation (Context= makes it smaller) and some experts, but the budget is %" PRIu64
+		    " MB for work%s one conversation (Context= makes it smaller)%s, but the budget is %" PRIu64
 		    " MB (HostBudget=, or what is available less MemoryReserve=)",
 		    path, megabytes(r->floor), megabytes(r->catalog->trunk_bytes),
-		    megabytes(r->floor - r->catalog->trunk_bytes), r->budget / 1000000);
+		    megabytes(r->floor - r->catalog->trunk_bytes), experts ? "," : " and",
+		    experts ? " and some experts" : "", r->budget / 1000000);
 }
 
 static int start(struct residency *r, enum residency_tier tier, const atomic_bool *stop, char **ret_error)

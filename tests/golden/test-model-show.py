@@ -141,7 +141,7 @@ def another_family():
     with tempfile.TemporaryDirectory() as d:
         path = patched(os.path.join(d, "m.gguf"), (b"qwen35moe", b"qwen99moe"))
         text, _ = without_machine(show(path)[0])
-        assert "   the engine  does not know this architecture, only qwen35moe\n" in text, text
+        assert "   the engine  does not know this architecture, only qwen35moe, qwen35, qwen3moe, qwen3, llama, gpt-oss\n" in text, text
         assert "uses 4 experts a layer, reads 2.2 MB" in text, text
         assert json.loads(show("--json", path)[0])["needs"]["supported"] is False
         # How many experts are used is not said under a key of this family.
