@@ -7,9 +7,12 @@
  * bytes is its length with TAG set, so that the symbol before can be found; words between are DEAD.
  * A candidate pair is a queue key, rank << 32 | position. A key is stale when its position is no
  * longer the start of a symbol or the pair there has another rank; since symbols only grow, a pair
- * never comes back, so the rank alone identifies it.
+ * never comes back, so the rank alone identifies it. Where pairs share a rank, a stale key may pass
+ * for that of the pair which is there now: its own key says the same, so the order does not change.
  */
 #include "daemon/model/bpe.h"
+
+#include "daemon/model/aborted.h"
 
 #define TAG            UINT32_C(0x80000000)
 #define DEAD           UINT32_MAX
@@ -271,7 +274,7 @@ static int push_pair(const struct bpe *b, struct bpe_work *w, size_t left, size_
 }
 
 /* Merges the pair at `at` unless its key is stale, and queues the two pairs that come of it. */
-static int merge_pair(const struct bpe *b, struct bpe_work *w, size_t len, uint32_t rank, size_t at)
+static int merge_pair(const struct bpe *b, struct bpe_work *w, uint32_t rank, size_t at)
 {
 	const struct bpe_merge *m;
 	size_t right, end;
@@ -281,7 +284,7 @@ static int merge_pair(const struct bpe *b, struct bpe_work *w, size_t len, uint3
 		return 0;
 
 	right = at + symbol_len(b, w->sym[at]);
-	if (right == len)
+	if (right == w->len)
 		return 0;
 
 	m = place_of(b, w->sym[at], w->sym[right]);
@@ -304,10 +307,10 @@ static int merge_pair(const struct bpe *b, struct bpe_work *w, size_t len, uint3
 			return r;
 	}
 
-	return end < len ? push_pair(b, w, at, end) : 0;
+	return end < w->len ? push_pair(b, w, at, end) : 0;
 }
 
-static int work_reset(struct bpe_work *w, size_t len)
+int bpe_start(struct bpe_work *w, size_t len, bool one_rank_per_pair)
 {
 	size_t n = MAX(len, (size_t)256), bytes;
 	uint32_t *sym;
@@ -316,8 +319,8 @@ static int work_reset(struct bpe_work *w, size_t len)
 	for (size_t i = 0; i < ARRAY_SIZE(w->bucket); i++)
 		w->bucket[i].n = 0;
 
-	w->run_at = 0;
-	w->floor = len > HEAP_MAX_PIECE ? 0 : NO_RANK;
+	w->run_at = w->len = w->last = 0;
+	w->floor = one_rank_per_pair && len > HEAP_MAX_PIECE ? 0 : NO_RANK;
 	if (len <= w->alloc)
 		return 0;
 
@@ -333,18 +336,13 @@ static int work_reset(struct bpe_work *w, size_t len)
 	return 0;
 }
 
-static bool aborted(const atomic_bool *abort)
-{
-	return abort && atomic_load_explicit(abort, memory_order_relaxed);
-}
-
-static int append_symbols(const struct bpe *b, const struct bpe_work *w, size_t len, struct tokens *out)
+static int append_symbols(const struct bpe *b, const struct bpe_work *w, struct tokens *out)
 {
 	int32_t ids[256];
 	size_t n = 0;
 	int r;
 
-	for (size_t i = 0; i < len; i += symbol_len(b, w->sym[i])) {
+	for (size_t i = 0; i < w->len; i += symbol_len(b, w->sym[i])) {
 		if (w->sym[i] == BPE_NO_TOKEN)
 			continue;
 
@@ -361,19 +359,51 @@ static int append_symbols(const struct bpe *b, const struct bpe_work *w, size_t 
 	return n > 0 ? tokens_append(out, ids, n) : 0;
 }
 
-int bpe_encode(const struct bpe *b, struct bpe_work *w, const char *piece, size_t len,
-	       const atomic_bool *abort, struct tokens *out)
+int bpe_put(const struct bpe *b, struct bpe_work *w, uint32_t id, size_t len)
+{
+	size_t before = w->last, at = w->len;
+
+	w->sym[at] = id;
+	for (size_t i = 1; i < len; i++)
+		w->sym[at + i] = DEAD;
+
+	if (len > 1)
+		w->sym[at + len - 1] = TAG | (uint32_t)len;
+
+	w->last = at;
+	w->len = at + len;
+	return at > 0 ? push_pair(b, w, before, at) : 0;
+}
+
+int bpe_finish(const struct bpe *b, struct bpe_work *w, const atomic_bool *abort, struct tokens *out)
 {
 	uint64_t key;
 	int r;
 
-	r = work_reset(w, len);
+	for (size_t n = 1; (r = queue_pop(w, &key)) > 0; n++) {
+		if (n % ABORT_EVERY == 0 && aborted(abort))
+			return -ECANCELED;
+
+		r = merge_pair(b, w, (uint32_t)(key >> 32), (uint32_t)key);
+		if (r < 0)
+			return r;
+	}
+
+	return r < 0 ? r : append_symbols(b, w, out);
+}
+
+int bpe_encode(const struct bpe *b, struct bpe_work *w, const char *piece, size_t len,
+	       const atomic_bool *abort, struct tokens *out)
+{
+	int r = bpe_start(w, len, true);
+
 	if (r < 0)
 		return r;
 
 	for (size_t i = 0; i < len; i++)
 		w->sym[i] = b->byte_ids[(unsigned char)piece[i]];
 
+	w->len = len;
 	for (size_t i = 0; i + 1 < len; i++) {
 		if (i % ABORT_EVERY == ABORT_EVERY - 1 && aborted(abort))
 			return -ECANCELED;
@@ -383,16 +413,7 @@ int bpe_encode(const struct bpe *b, struct bpe_work *w, const char *piece, size_
 			return r;
 	}
 
-	for (size_t n = 1; (r = queue_pop(w, &key)) > 0; n++) {
-		if (n % ABORT_EVERY == 0 && aborted(abort))
-			return -ECANCELED;
-
-		r = merge_pair(b, w, len, (uint32_t)(key >> 32), (uint32_t)key);
-		if (r < 0)
-			return r;
-	}
-
-	return r < 0 ? r : append_symbols(b, w, len, out);
+	return bpe_finish(b, w, abort, out);
 }
 
 void bpe_work_done(struct bpe_work *w)

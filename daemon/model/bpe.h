@@ -25,7 +25,7 @@ struct bpe_work {
 	uint32_t *sym;
 	size_t alloc;
 	struct bpe_keys heap, bucket[33];
-	size_t run_at;
+	size_t run_at, len, last; /* of the piece, and the start of its last symbol, so far */
 	uint32_t floor;
 };
 
@@ -40,7 +40,7 @@ struct bpe *bpe_free(struct bpe *b);
 DEFINE_CLEANUP(struct bpe *, bpe_free)
 /*
  * Of two merges of one pair the first counts. At most n_merges calls, with ranks below
- * UINT32_MAX.
+ * UINT32_MAX. Where pairs share a rank, bpe_start() must be told.
  */
 void bpe_add(struct bpe *b, uint32_t left, uint32_t right, uint32_t rank, uint32_t result);
 
@@ -48,4 +48,11 @@ void bpe_add(struct bpe *b, uint32_t left, uint32_t right, uint32_t rank, uint32
 #define BPE_MAX_PIECE (UINT32_C(1) << 31)
 int bpe_encode(const struct bpe *b, struct bpe_work *w, const char *piece, size_t len,
 	       const atomic_bool *abort, struct tokens *out);
+/*
+ * The same for symbols that the caller chooses: bpe_start(), bpe_put() for each, from left to
+ * right, and bpe_finish(). len is as long as id says.
+ */
+int bpe_start(struct bpe_work *w, size_t len, bool one_rank_per_pair);
+int bpe_put(const struct bpe *b, struct bpe_work *w, uint32_t id, size_t len);
+int bpe_finish(const struct bpe *b, struct bpe_work *w, const atomic_bool *abort, struct tokens *out);
 void bpe_work_done(struct bpe_work *w);

@@ -11,14 +11,19 @@
 
 #include "daemon/base.h"
 
+#define PRETOK_MAX_STAGES 6
+
 struct pretok;
 struct pretok_text {
 	const struct pretok *p;
 	const char *bytes; /* what is tokenized: the caller's text unless it had to be repaired */
 	const char *shape; /* as long; what the pattern sees in its place */
-	size_t len, at;
+	struct {
+		size_t at, end; /* what is left of the piece that the stage cuts */
+	} stage[PRETOK_MAX_STAGES];
 	struct buf own_bytes, own_shape;
 	void *match;
+	size_t *found; /* where its result is */
 };
 
 /* -EOPNOTSUPP names the pre-tokenizer and those that are supported. */

@@ -1,19 +1,21 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * tokenizer.c: see tokenizer.h. Puts the parts together: vocab.c knows the tokens, pretok.c cuts
- * text into pieces, bpe.c merges each piece into tokens. Here text is cut at special tokens first,
- * and words that come again are not merged again.
+ * text into pieces, bpe.c merges each piece into tokens, spm.c does both for its vocabularies. Here
+ * text is cut at special tokens first, and words that come again are not merged again.
  *
  * Ids are llama.cpp's for every text it accepts (pretok.c says what becomes of invalid UTF-8), with
  * one intended difference: it recognises user-defined tokens in any text; here they are special
- * like control tokens, since <think> or <tool_call> in a user's text must stay text. For the same
- * reason no merge and no whole piece gives a special token. A byte that no token stands for
- * vanishes, as it does there.
+ * like control tokens, since <think> or <tool_call> in a user's text must stay text (vocab.c says
+ * which are no markers). For the same reason no merge and no whole piece gives a special token. A
+ * byte that no token stands for vanishes, as it does there.
  */
 #include "daemon/model/tokenizer.h"
 
+#include "daemon/model/aborted.h"
 #include "daemon/model/bpe.h"
 #include "daemon/model/pretok.h"
+#include "daemon/model/spm.h"
 #include "daemon/model/vocab.h"
 
 #define MAX_MERGES (1u << 24)
@@ -28,6 +30,7 @@ struct tokenizer {
 	struct vocab vocab;
 	struct bpe *bpe;
 	struct pretok *pretok;
+	struct spm *spm; /* instead of the two before */
 	int32_t bos, eos;
 	bool add_bos;
 };
@@ -95,23 +98,38 @@ static int load_merges(struct tokenizer *t, const struct gguf *g, char **ret_err
 	return 0;
 }
 
-static int load_pretok(struct tokenizer *t, const struct gguf *g, char **ret_error)
+/* Tokenizers by their names in GGUF; the form of the vocabulary says which it is. */
+static int load_form(const struct gguf *g, enum vocab_form *ret, char **ret_error)
 {
+	static const char *const names[] = {
+		[VOCAB_BYTE_LEVEL] = "gpt2",
+		[VOCAB_SENTENCEPIECE] = "llama",
+	};
+	char printable[32] = "";
 	const char *name;
 	size_t len;
 
 	if (gguf_get_str(g, "tokenizer.ggml.model", &name, &len) < 0)
 		return fail(ret_error, -EBADMSG, "tokenizer.ggml.model is missing or not a string");
 
-	if (len != 4 || memcmp(name, "gpt2", 4) != 0) {
-		char printable[32] = "";
-
-		for (size_t i = 0; i < MIN(len, sizeof(printable) - 1); i++)
-			printable[i] = name[i] > ' ' && name[i] <= '~' ? name[i] : '?';
-
-		return fail(ret_error, -EOPNOTSUPP,
-			    "tokenizer '%s' is not supported; the one that is: gpt2", printable);
+	for (size_t i = 0; i < ARRAY_SIZE(names); i++) {
+		if (strlen(names[i]) == len && memcmp(names[i], name, len) == 0) {
+			*ret = (enum vocab_form)i;
+			return 0;
+		}
 	}
+
+	for (size_t i = 0; i < MIN(len, sizeof(printable) - 1); i++)
+		printable[i] = name[i] > ' ' && name[i] <= '~' ? name[i] : '?';
+
+	return fail(ret_error, -EOPNOTSUPP,
+		    "tokenizer '%s' is not supported; those that are: gpt2, llama", printable);
+}
+
+static int load_pretok(struct tokenizer *t, const struct gguf *g, char **ret_error)
+{
+	const char *name;
+	size_t len;
 
 	if (gguf_get_str(g, "tokenizer.ggml.pre", &name, &len) < 0)
 		return fail(ret_error, -EBADMSG, "tokenizer.ggml.pre is missing or not a string");
@@ -119,39 +137,53 @@ static int load_pretok(struct tokenizer *t, const struct gguf *g, char **ret_err
 	return pretok_new(name, len, &t->pretok, ret_error);
 }
 
+static int load(struct tokenizer *t, const struct gguf *g, char **ret_error)
+{
+	enum vocab_form form = VOCAB_BYTE_LEVEL;
+	bool add_bos;
+	int r;
+
+	r = load_form(g, &form, ret_error);
+	if (r == 0 && form == VOCAB_BYTE_LEVEL)
+		r = load_pretok(t, g, ret_error);
+
+	if (r == 0)
+		r = vocab_load(&t->vocab, g, form, ret_error);
+
+	if (r == 0)
+		r = t->pretok ? load_merges(t, g, ret_error)
+			      : spm_new(&t->vocab, g, &t->spm, ret_error);
+
+	if (r == 0)
+		r = vocab_load_id(&t->vocab, g, "tokenizer.ggml.bos_token_id", &t->bos, ret_error);
+
+	if (r == 0)
+		r = vocab_load_id(&t->vocab, g, "tokenizer.ggml.eos_token_id", &t->eos, ret_error);
+
+	if (r < 0)
+		return r;
+
+	add_bos = !t->pretok || pretok_add_bos(t->pretok);
+	r = gguf_get_bool(g, "tokenizer.ggml.add_bos_token", &add_bos);
+	if (r < 0 && r != -ENOENT)
+		return fail(ret_error, -EBADMSG, "tokenizer.ggml.add_bos_token is not a boolean");
+
+	t->add_bos = add_bos && t->bos >= 0;
+	return 0;
+}
+
 int tokenizer_new(const struct gguf *g, struct tokenizer **ret, char **ret_error)
 {
 	_cleanup_(tokenizer_freep) struct tokenizer *t = calloc(1, sizeof(*t));
-	bool add_bos;
 	int r;
 
 	if (!t)
 		return -ENOMEM;
 
-	r = load_pretok(t, g, ret_error);
+	r = load(t, g, ret_error);
 	if (r < 0)
 		return r;
 
-	r = vocab_load(&t->vocab, g, ret_error);
-	if (r < 0)
-		return r;
-
-	r = load_merges(t, g, ret_error);
-	if (r < 0)
-		return r;
-
-	r = vocab_load_id(&t->vocab, g, "tokenizer.ggml.bos_token_id", &t->bos, ret_error);
-	if (r < 0)
-		return r;
-
-	r = vocab_load_id(&t->vocab, g, "tokenizer.ggml.eos_token_id", &t->eos, ret_error);
-	if (r < 0)
-		return r;
-
-	if (gguf_get_bool(g, "tokenizer.ggml.add_bos_token", &add_bos) < 0)
-		add_bos = pretok_add_bos(t->pretok);
-
-	t->add_bos = add_bos && t->bos >= 0;
 	*ret = TAKE_PTR(t);
 	return 0;
 }
@@ -162,6 +194,7 @@ struct tokenizer *tokenizer_free(struct tokenizer *t)
 		vocab_done(&t->vocab);
 		bpe_free(t->bpe);
 		pretok_free(t->pretok);
+		spm_free(t->spm);
 	}
 
 	free(t);
@@ -210,12 +243,14 @@ static int spans_append(struct spans *s, const char *text, size_t len, uint32_t 
 	return 0;
 }
 
-/* Cuts the text of `from` at each `token`, left to right. */
-static int cut_at_token(const struct spans *from, const char *token, size_t len, uint32_t id,
-			struct spans *to)
+/* Cuts the text of `from` at each token of this id, left to right. */
+static int cut_at_token(const struct vocab *v, uint32_t id, const struct spans *from, struct spans *to)
 {
-	const char *at, *end, *hit;
+	const char *at, *end, *hit, *token;
+	size_t len;
 	int r;
+
+	token = vocab_bytes(v, id, &len);
 
 	to->n = 0;
 	for (size_t i = 0; i < from->n; i++) {
@@ -232,6 +267,8 @@ static int cut_at_token(const struct spans *from, const char *token, size_t len,
 				return r;
 
 			at = hit + len;
+			while (v->tokens[id].strips && at < end && memchr(" \t\n\v\f\r", *at, 6))
+				at++;
 		}
 
 		r = spans_append(to, at, (size_t)(end - at), from->v[i].id);
@@ -242,33 +279,33 @@ static int cut_at_token(const struct spans *from, const char *token, size_t len,
 	return 0;
 }
 
-static bool aborted(const atomic_bool *abort)
-{
-	return abort && atomic_load_explicit(abort, memory_order_relaxed);
-}
-
 /*
  * One token after the other, the longest first: where tokens overlap, the longer one wins even
  * if it starts later.
  */
 static int cut_special(const struct tokenizer *t, const char *text, size_t len,
-		       const atomic_bool *abort, struct spans *ret)
+		       enum tokenizer_flags flags, const atomic_bool *abort, struct spans *ret)
 {
+	const struct vocab *v = &t->vocab;
 	_cleanup_(spans_done) struct spans a = { 0 }, b = { 0 };
 	int r = spans_append(&a, text, len, VOCAB_NONE);
 
-	for (size_t i = 0; i < t->vocab.n_special && r == 0; i++) {
+	for (size_t i = 0; i < v->n_special && r == 0; i++) {
+		uint32_t id = v->special[i];
 		const char *token;
 		size_t token_len;
+
+		if (!(flags & TOKENIZER_SPECIAL) && !v->tokens[id].in_text)
+			continue;
 
 		if (aborted(abort))
 			return -ECANCELED;
 
-		token = vocab_bytes(&t->vocab, t->vocab.special[i], &token_len);
+		token = vocab_bytes(v, id, &token_len);
 		if (!memmem(text, len, token, token_len))
 			continue;
 
-		r = cut_at_token(&a, token, token_len, t->vocab.special[i], &b);
+		r = cut_at_token(v, id, &a, &b);
 		if (r == 0) {
 			struct spans other = a;
 
@@ -294,6 +331,7 @@ struct seen {
 
 struct encoder {
 	struct pretok_text text;
+	struct spm_text spm_text;
 	struct bpe_work work;
 	struct seen *seen; /* by hash; NULL: the text is too short to be worth it */
 };
@@ -301,6 +339,7 @@ struct encoder {
 static void encoder_done(struct encoder *e)
 {
 	pretok_done(&e->text);
+	spm_done(&e->spm_text);
 	bpe_work_done(&e->work);
 	free(e->seen);
 }
@@ -308,9 +347,12 @@ static void encoder_done(struct encoder *e)
 static int encode_piece(const struct tokenizer *t, struct encoder *e, const char *piece, size_t len,
 			const atomic_bool *abort, struct tokens *out)
 {
-	uint32_t id = pretok_takes_whole(t->pretok) ? vocab_find_bytes(&t->vocab, piece, len)
-						    : VOCAB_NONE;
+	uint32_t id;
 
+	if (t->spm)
+		return spm_encode(t->spm, &e->work, piece, len, abort, out);
+
+	id = pretok_takes_whole(t->pretok) ? vocab_find_bytes(&t->vocab, piece, len) : VOCAB_NONE;
 	if (id != VOCAB_NONE)
 		return tokens_append(out, &(int32_t){ (int32_t)id }, 1);
 
@@ -346,6 +388,18 @@ static int encode_piece_again(const struct tokenizer *t, struct encoder *e, cons
 	return r;
 }
 
+static int begin(const struct tokenizer *t, struct encoder *e, const char *text, size_t len,
+		 const atomic_bool *abort)
+{
+	return t->spm ? spm_begin(&e->spm_text, t->spm, text, len, abort)
+		      : pretok_begin(&e->text, t->pretok, text, len, abort);
+}
+
+static int next_piece(const struct tokenizer *t, struct encoder *e, const char **ret, size_t *ret_len)
+{
+	return t->spm ? spm_next(&e->spm_text, ret, ret_len) : pretok_next(&e->text, ret, ret_len);
+}
+
 static int encode_plain(const struct tokenizer *t, struct encoder *e, const char *text, size_t len,
 			const atomic_bool *abort, struct tokens *out)
 {
@@ -353,13 +407,13 @@ static int encode_plain(const struct tokenizer *t, struct encoder *e, const char
 	const char *piece;
 	int r;
 
-	r = pretok_begin(&e->text, t->pretok, text, len, abort);
+	r = begin(t, e, text, len, abort);
 	if (r < 0)
 		return r;
 
 	free(e->seen); /* what it points to belongs to the text before */
 	e->seen = len >= SEEN_TEXT ? calloc(N_SEEN, sizeof(*e->seen)) : NULL;
-	while ((r = pretok_next(&e->text, &piece, &n)) > 0) {
+	while ((r = next_piece(t, e, &piece, &n)) > 0) {
 		r = encode_piece_again(t, e, piece, n, abort, out);
 		if (r < 0)
 			return r;
@@ -387,8 +441,8 @@ int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len,
 	if (len > MAX_TEXT)
 		return -E2BIG;
 
-	if (flags & TOKENIZER_SPECIAL)
-		r = cut_special(t, text, len, abort, &spans);
+	if ((flags & TOKENIZER_SPECIAL) || t->vocab.n_in_text > 0)
+		r = cut_special(t, text, len, flags, abort, &spans);
 	else
 		r = spans_append(&spans, text, len, VOCAB_NONE);
 
@@ -426,7 +480,8 @@ const char *tokenizer_piece(const struct tokenizer *t, int32_t id, bool special,
 {
 	uint8_t kind = known(t, id) ? t->vocab.tokens[id].kind : VOCAB_UNUSED;
 
-	if (!known(t, id) || (!special && kind != VOCAB_NORMAL && kind != VOCAB_USER_DEFINED)) {
+	if (!known(t, id) ||
+	    (!special && kind != VOCAB_NORMAL && kind != VOCAB_USER_DEFINED && kind != VOCAB_BYTE)) {
 		*ret_len = 0;
 		return "";
 	}

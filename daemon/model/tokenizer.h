@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * tokenizer.h: text to token ids and back, for byte-level BPE vocabularies (tokenizer.ggml.model = gpt2).
+ * tokenizer.h: text to token ids and back, for byte-level BPE and SentencePiece-style vocabularies (tokenizer.ggml.model =
+ * gpt2, llama).
  *
  * Owns vocabulary, merges and the compiled splitting pattern; immutable after tokenizer_new(), so any thread may encode
  * at the same time. Refuses to know about chat. Invariant: special tokens come out of text only when the caller passes
@@ -23,7 +24,8 @@ int tokenizer_new(const struct gguf *g, struct tokenizer **ret, char **ret_error
 struct tokenizer *tokenizer_free(struct tokenizer *t);
 DEFINE_CLEANUP(struct tokenizer *, tokenizer_free)
 
-/* Appends the ids of text[0..len) (any bytes, NUL and invalid UTF-8 included) to out. No BOS/EOS is added. -ENOMEM;
+/* Appends the ids of text[0..len) (any bytes, NUL and invalid UTF-8 included) to out. No BOS/EOS is added; a SentencePiece-style
+ * vocabulary puts a space before text that starts or follows on a special token, unless the file says otherwise. -ENOMEM;
  * -ECANCELED when abort (may be NULL) becomes true; -E2BIG above 512 MiB. On error out keeps what it had before. */
 int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len,
 		     enum tokenizer_flags flags, const atomic_bool *abort, struct tokens *out);
@@ -31,7 +33,7 @@ int tokenizer_encode(const struct tokenizer *t, const char *text, size_t len,
 uint32_t tokenizer_n_vocab(const struct tokenizer *t);
 /* The id of exactly this token text, e.g. "<think>"; -1 when there is none. */
 int32_t tokenizer_find(const struct tokenizer *t, const char *text);
-/* Raw bytes of a token (decoded from the byte alphabet), owned by t; "" and 0 for unknown, unused and control tokens
+/* Raw bytes of a token (decoded from the byte alphabet, with spaces for U+2581), owned by t; "" and 0 for unknown, unused and control tokens
  * unless special is true (then their text). */
 const char *tokenizer_piece(const struct tokenizer *t, int32_t id, bool special, size_t *ret_len);
 bool tokenizer_is_control(const struct tokenizer *t, int32_t id);

@@ -5,6 +5,10 @@
  * Texts stay in the file and are found through a hash index; the bytes that they stand for are
  * decoded once. Byte-level BPE writes each byte as a visible character: those that are printable in
  * Latin-1 stand for themselves, the other 68, in order, for U+0100 and following.
+ *
+ * User-defined tokens are special, since most are markers. Those of a single character or of white
+ * space alone are no markers but text that merges do not reach (deepseek-llm has letters, gemma
+ * runs of line breaks), and are found in any text.
  */
 #include "daemon/model/vocab.h"
 
@@ -54,7 +58,12 @@ static const char *const eog_names[] = {
 	"<REPO>",
 	"<reponame>",
 	"<|file_sep|>",
+	"<｜end▁of▁sentence｜>",
+	"[e~[",
 };
+
+/* What a model of these says between its markers is worth nothing without them. */
+static const char *const shown_names[] = { "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>" };
 
 static const char *const eog_keys[] = {
 	"tokenizer.ggml.eos_token_id",     "tokenizer.ggml.eot_token_id",
@@ -69,11 +78,13 @@ bool vocab_is_special(const struct vocab *v, uint32_t id)
 	return kind == VOCAB_UNKNOWN || kind == VOCAB_CONTROL || kind == VOCAB_USER_DEFINED;
 }
 
-static void token_text(const struct vocab *v, uint32_t id, const char **ret, size_t *ret_len)
+const char *vocab_text(const struct vocab *v, uint32_t id, size_t *ret_len)
 {
-	*ret = "";
+	const char *text = "";
+
 	*ret_len = 0;
-	(void)gguf_array_str(v->texts, id, ret, ret_len); /* id is below the array's length */
+	(void)gguf_array_str(v->texts, id, &text, ret_len); /* id is below the array's length */
+	return text;
 }
 
 const char *vocab_bytes(const struct vocab *v, uint32_t id, size_t *ret_len)
@@ -113,7 +124,7 @@ uint32_t vocab_find_text(const struct vocab *v, const char *a, size_t a_len, con
 		if (s->tag != (uint32_t)(h >> 32))
 			continue;
 
-		token_text(v, s->id, &text, &len);
+		text = vocab_text(v, s->id, &len);
 		if (len == a_len + b_len && memcmp(text, a, a_len) == 0 &&
 		    memcmp(text + a_len, b, b_len) == 0)
 			return s->id;
@@ -202,30 +213,77 @@ static size_t decode_text(const struct vocab *v, const char *text, size_t len, c
 	return n;
 }
 
+/* <0x0A> is the one byte, any other text of a byte token is nothing. */
+static size_t decode_byte(const char *text, size_t len, char *to)
+{
+	static const char digits[] = "0123456789ABCDEF";
+	const char *high, *low;
+
+	if (len != 6 || memcmp(text, "<0x", 3) != 0 || text[5] != '>')
+		return 0;
+
+	high = memchr(digits, text[3], 16);
+	low = memchr(digits, text[4], 16);
+	if (!high || !low)
+		return 0;
+
+	*to = (char)((high - digits) << 4 | (low - digits));
+	return 1;
+}
+
+/* Writes the text with spaces for U+2581. */
+static size_t decode_spaces(const char *text, size_t len, char *to)
+{
+	size_t n = 0, step;
+
+	for (size_t i = 0; i < len; i += step) {
+		bool space = len - i >= 3 && memcmp(text + i, VOCAB_SPACE, 3) == 0;
+
+		step = space ? 3 : 1;
+		to[n++] = space ? ' ' : text[i];
+	}
+
+	return n;
+}
+
+/* Some files have the bytes' tokens as normal ones: llama.cpp finds them by their texts. */
+static bool is_byte(const struct vocab *v, uint32_t id, int64_t kind)
+{
+	size_t len;
+	const char *text = vocab_text(v, id, &len);
+	char byte;
+
+	return v->form == VOCAB_SENTENCEPIECE &&
+	       (kind == VOCAB_BYTE || (kind == VOCAB_NORMAL && decode_byte(text, len, &byte) > 0));
+}
+
+static uint8_t kind_of(const struct vocab *v, uint32_t id, int64_t kind)
+{
+	if (is_byte(v, id, kind))
+		return VOCAB_BYTE;
+
+	return kind >= VOCAB_NORMAL && kind <= VOCAB_USER_DEFINED ? (uint8_t)kind : VOCAB_UNUSED;
+}
+
 static int load_kinds(struct vocab *v, const struct gguf *g, char **ret_error)
 {
 	const struct gguf_array *a = gguf_get_array(g, "tokenizer.ggml.token_type");
-	int64_t kind;
+	int64_t kind = VOCAB_NORMAL;
 
-	if (!a) {
-		for (uint32_t i = 0; i < v->n; i++)
-			v->tokens[i].kind = VOCAB_NORMAL;
+	if (!a && gguf_has(g, "tokenizer.ggml.token_type"))
+		return fail(ret_error, -EBADMSG, "tokenizer.ggml.token_type is not an array");
 
-		return 0;
-	}
-
-	if (gguf_array_n(a) != v->n)
+	if (a && gguf_array_n(a) != v->n)
 		return fail(ret_error, -EBADMSG,
 			    "tokenizer.ggml.token_type has %zu elements for %u tokens",
 			    gguf_array_n(a), v->n);
 
 	for (uint32_t i = 0; i < v->n; i++) {
-		if (gguf_array_i64(a, i, &kind) < 0)
+		if (a && gguf_array_i64(a, i, &kind) < 0)
 			return fail(ret_error, -EBADMSG,
 				    "tokenizer.ggml.token_type is not an array of integers");
 
-		v->tokens[i].kind = kind >= VOCAB_NORMAL && kind <= VOCAB_USER_DEFINED ? (uint8_t)kind
-										       : VOCAB_UNUSED;
+		v->tokens[i].kind = kind_of(v, i, kind);
 	}
 
 	return 0;
@@ -250,7 +308,7 @@ static int load_index(struct vocab *v, char **ret_error)
 		uint64_t h;
 		size_t i;
 
-		token_text(v, id, &text, &len);
+		text = vocab_text(v, id, &len);
 		if (!add_ok(total, len, &total) || total > UINT32_MAX)
 			return fail(ret_error, -EBADMSG,
 				    "tokenizer.ggml.tokens holds more than 4 GiB of text");
@@ -276,24 +334,48 @@ static int load_index(struct vocab *v, char **ret_error)
 	return v->pieces ? 0 : -ENOMEM;
 }
 
+static size_t load_piece(struct vocab *v, uint32_t id, char *to)
+{
+	struct vocab_token *t = &v->tokens[id];
+	size_t len;
+	const char *text = vocab_text(v, id, &len);
+
+	if (vocab_is_special(v, id)) {
+		memcpy(to, text, len);
+		return len;
+	}
+
+	if (t->kind == VOCAB_BYTE)
+		return decode_byte(text, len, to);
+
+	if (v->form == VOCAB_SENTENCEPIECE)
+		return decode_spaces(text, len, to);
+
+	return decode_text(v, text, len, to, &t->bytes_only);
+}
+
 static void load_pieces(struct vocab *v)
 {
 	uint32_t end = 0;
-	const char *text;
-	size_t len;
 
 	for (uint32_t id = 0; id < v->n; id++) {
-		token_text(v, id, &text, &len);
-		if (vocab_is_special(v, id)) {
-			memcpy(v->pieces + end, text, len);
-			end += (uint32_t)len;
-		} else {
-			end += (uint32_t)decode_text(v, text, len, v->pieces + end,
-						     &v->tokens[id].bytes_only);
-		}
-
+		end += (uint32_t)load_piece(v, id, v->pieces + end);
 		v->ends[id] = end;
 	}
+}
+
+static int32_t id_without_key(const struct vocab *v, const char *key)
+{
+	static const char *const keys[] = { "tokenizer.ggml.unknown_token_id",
+					    "tokenizer.ggml.bos_token_id",
+					    "tokenizer.ggml.eos_token_id" };
+
+	for (uint32_t i = 0; v->form == VOCAB_SENTENCEPIECE && i < MIN(v->n, 3u); i++) {
+		if (streq(keys[i], key))
+			return (int32_t)i;
+	}
+
+	return -1;
 }
 
 int vocab_load_id(const struct vocab *v, const struct gguf *g, const char *key, int32_t *ret,
@@ -303,7 +385,7 @@ int vocab_load_id(const struct vocab *v, const struct gguf *g, const char *key, 
 	int r = gguf_get_u64(g, key, &id);
 
 	if (r == -ENOENT) {
-		*ret = -1;
+		*ret = id_without_key(v, key);
 		return 0;
 	}
 
@@ -318,18 +400,44 @@ int vocab_load_id(const struct vocab *v, const struct gguf *g, const char *key, 
 	return 0;
 }
 
+static uint32_t find(const struct vocab *v, const char *text)
+{
+	return vocab_find_text(v, text, strlen(text), "", 0);
+}
+
+/* Where these tokens end a generation, <|end|> ends a message only. */
+static void mend_end(struct vocab *v)
+{
+	bool calls = find(v, "<|call|>") != VOCAB_NONE, ends;
+	uint32_t end = find(v, "<|end|>");
+
+	ends = (calls && find(v, "<|return|>") != VOCAB_NONE) ||
+	       ((calls || find(v, "<|calls|>") != VOCAB_NONE) && find(v, "<|flush|>") != VOCAB_NONE);
+	if (ends && end != VOCAB_NONE) {
+		v->tokens[end].eog = false;
+		v->tokens[end].kind = VOCAB_USER_DEFINED;
+	}
+}
+
 static int load_eog(struct vocab *v, const struct gguf *g, char **ret_error)
 {
 	int32_t id;
 	int r;
 
 	for (size_t i = 0; i < ARRAY_SIZE(eog_names); i++) {
-		uint32_t named = vocab_find_text(v, eog_names[i], strlen(eog_names[i]), "", 0);
+		uint32_t named = find(v, eog_names[i]);
 
 		if (named != VOCAB_NONE) {
 			v->tokens[named].eog = true;
 			v->tokens[named].kind = VOCAB_CONTROL;
 		}
+	}
+
+	for (size_t i = 0; i < ARRAY_SIZE(shown_names); i++) {
+		uint32_t named = find(v, shown_names[i]);
+
+		if (named != VOCAB_NONE)
+			v->tokens[named].kind = VOCAB_USER_DEFINED;
 	}
 
 	for (size_t i = 0; i < ARRAY_SIZE(eog_keys); i++) {
@@ -341,7 +449,45 @@ static int load_eog(struct vocab *v, const struct gguf *g, char **ret_error)
 			v->tokens[id].eog = true;
 	}
 
+	mend_end(v);
 	return 0;
+}
+
+static bool is_plain(const char *text, size_t len)
+{
+	size_t n = 1;
+
+	while (n < len && (text[n] & 0xc0) == 0x80)
+		n++;
+
+	if (n == len)
+		return true;
+
+	for (size_t i = 0; i < len; i += n) {
+		n = len - i >= 3 && memcmp(text + i, VOCAB_SPACE, 3) == 0 ? 3 : 1;
+		if (n == 1 && !memchr(" \t\r\n", text[i], 4))
+			return false;
+	}
+
+	return true;
+}
+
+/* Phi-3 was trained so; no key of the file says it. */
+static bool has_stripping_tokens(const struct gguf *g)
+{
+	const char *name;
+	size_t len;
+
+	if (gguf_get_str(g, "general.name", &name, &len) < 0)
+		return false;
+
+	for (size_t i = 0; i + 4 <= len; i++) {
+		if (strncasecmp(name + i, "phi3", 4) == 0 ||
+		    (i + 5 <= len && strncasecmp(name + i, "phi-3", 5) == 0))
+			return true;
+	}
+
+	return false;
 }
 
 static int compare_special(const void *a, const void *b, void *data)
@@ -354,8 +500,10 @@ static int compare_special(const void *a, const void *b, void *data)
 	return x_len != y_len ? (x_len < y_len) - (x_len > y_len) : (*x > *y) - (*x < *y);
 }
 
-static int load_special(struct vocab *v)
+static int load_special(struct vocab *v, const struct gguf *g)
 {
+	static const char *const plain[] = { "<unk>", "<s>", "<|endoftext|>" };
+	bool strip = has_stripping_tokens(g);
 	size_t n = 0, len;
 
 	for (uint32_t id = 0; id < v->n; id++)
@@ -366,20 +514,34 @@ static int load_special(struct vocab *v)
 		return -ENOMEM;
 
 	for (uint32_t id = 0; id < v->n; id++) {
-		vocab_bytes(v, id, &len);
-		if (vocab_is_special(v, id) && len > 0)
-			v->special[v->n_special++] = id;
+		const char *text = vocab_text(v, id, &len);
+
+		if (!vocab_is_special(v, id) || len == 0)
+			continue;
+
+		v->special[v->n_special++] = id;
+		v->tokens[id].strips = strip;
+		v->tokens[id].in_text = v->tokens[id].kind == VOCAB_USER_DEFINED && is_plain(text, len);
+		v->n_in_text += v->tokens[id].in_text;
+	}
+
+	for (size_t i = 0; i < ARRAY_SIZE(plain); i++) {
+		uint32_t id = find(v, plain[i]);
+
+		if (id != VOCAB_NONE)
+			v->tokens[id].strips = false;
 	}
 
 	qsort_r(v->special, v->n_special, sizeof(*v->special), compare_special, v);
 	return 0;
 }
 
-int vocab_load(struct vocab *v, const struct gguf *g, char **ret_error)
+int vocab_load(struct vocab *v, const struct gguf *g, enum vocab_form form, char **ret_error)
 {
 	size_t n;
 	int r;
 
+	v->form = form;
 	v->texts = gguf_get_array(g, "tokenizer.ggml.tokens");
 	if (!v->texts || !gguf_array_is_str(v->texts))
 		return fail(ret_error, -EBADMSG,
@@ -414,7 +576,7 @@ int vocab_load(struct vocab *v, const struct gguf *g, char **ret_error)
 		return r;
 
 	load_pieces(v);
-	return load_special(v);
+	return load_special(v, g);
 }
 
 void vocab_done(struct vocab *v)

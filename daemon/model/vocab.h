@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * vocab.h: the tokens of a byte-level BPE vocabulary: their texts, their bytes, which of them are
- * special.
+ * vocab.h: the tokens of a vocabulary: their texts, their bytes, which of them are special.
  *
  * Part of tokenizer.c and used by nothing else; immutable after vocab_load(). Refuses to know about
  * merges and splitting. Invariant: no two tokens have the same text, and every id that it returns
@@ -22,15 +21,27 @@ enum vocab_kind {
 	VOCAB_CONTROL = 3,
 	VOCAB_USER_DEFINED = 4,
 	VOCAB_UNUSED = 5,
+	VOCAB_BYTE = 6, /* with VOCAB_SENTENCEPIECE only; by the type, or by the text of a normal one */
 };
+
+/* How texts of tokens write bytes. */
+enum vocab_form {
+	VOCAB_BYTE_LEVEL,    /* each byte as a character of its own */
+	VOCAB_SENTENCEPIECE, /* as they are, but U+2581 for a space and <0x0A> for a single byte */
+};
+
+#define VOCAB_SPACE "\xe2\x96\x81" /* U+2581 */
 
 struct vocab_token {
 	uint8_t kind;
 	bool eog;
-	bool bytes_only; /* not special, and its text is wholly in the byte alphabet */
+	bool bytes_only; /* byte level: not special, and its text is wholly in the byte alphabet */
+	bool in_text;    /* user-defined, but no marker: found in any text */
+	bool strips;     /* as a special token takes the white space with it that follows */
 };
 
 struct vocab {
+	enum vocab_form form;
 	const struct gguf_array *texts;
 	uint32_t n;
 	struct vocab_token *tokens;
@@ -42,22 +53,24 @@ struct vocab {
 	char alphabet[256][3];
 	int16_t byte_of[VOCAB_ALPHABET]; /* -1: none */
 	uint32_t *special;               /* longest text first */
-	size_t n_special;
+	size_t n_special, n_in_text;     /* of these, that are found in any text */
 };
 
 /* v is zero; on error the caller still calls vocab_done(). -EBADMSG, -ENOMEM. */
-int vocab_load(struct vocab *v, const struct gguf *g, char **ret_error);
+int vocab_load(struct vocab *v, const struct gguf *g, enum vocab_form form, char **ret_error);
 void vocab_done(struct vocab *v);
 
 bool vocab_is_special(const struct vocab *v, uint32_t id); /* unknown, control or user-defined */
 /* The bytes that a token stands for; of a special one, its text. */
 const char *vocab_bytes(const struct vocab *v, uint32_t id, size_t *ret_len);
+const char *vocab_text(const struct vocab *v, uint32_t id, size_t *ret_len);
 /* The token whose text is a followed by b, or VOCAB_NONE. */
 uint32_t vocab_find_text(const struct vocab *v, const char *a, size_t a_len, const char *b,
 			 size_t b_len);
-/* The token, not special, that stands for these bytes, or VOCAB_NONE. */
+/* Byte level: the token, not special, that stands for these bytes, or VOCAB_NONE. */
 uint32_t vocab_find_bytes(const struct vocab *v, const char *s, size_t len);
-/* The token that a metadata key names, -1 when the file does not have the key. -EBADMSG. */
+/* The token that a metadata key names; when the file does not have the key the one that it stands
+ * for in the vocabulary's form, else -1. -EBADMSG. */
 int vocab_load_id(const struct vocab *v, const struct gguf *g, const char *key, int32_t *ret,
 		  char **ret_error);
 

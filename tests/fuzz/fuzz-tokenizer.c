@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * fuzz-tokenizer.c: any bytes as text, or as a vocabulary. The first byte chooses: its lowest two
- * bits the pre-tokenizer, bit 2 special tokens, bit 7 that the rest is a GGUF file with a
+ * bits and bits 3 to 5 the rule (with those a table of pre-tokenizers is filled, and one that
+ * is SentencePiece-style), bit 2 special tokens, bit 7 that the rest is a GGUF file with a
  * vocabulary of its own.
  *
  * Checked of text, with a vocabulary that has every byte: its tokens give back the text, invalid
- * UTF-8 repaired; no special token comes out unasked; cutting the output into two pieces does not
- * change what utf8_push() makes of it.
+ * UTF-8 repaired and U+2581 as a space where that is the rule; no special token comes out unasked;
+ * cutting the output into two pieces does not change what utf8_push() makes of it.
  */
 #include "daemon/model/tokenizer.h"
 #include "tests/unit/gguf-build.h"
@@ -16,7 +17,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 #define N_SPECIAL 3
 
 static const char *const special[N_SPECIAL] = { "<|x|>", "<|x", "aab" };
-static const char *const pre_names[] = { "qwen35", "qwen2", "gpt-2", "llama-bpe" };
+/* NULL: no pre-tokenizer, a SentencePiece-style vocabulary. */
+static const char *const pre_names[] = { "qwen35",         "qwen2",       "gpt-2",  "llama-bpe",
+					 "starcoder",      "tekken",      "gpt-4o", "deepseek-llm",
+					 "deepseek-coder", "deepseek-v3", NULL };
 
 /* The byte alphabet of byte-level BPE. */
 static void letter_of(unsigned byte, char *to)
@@ -81,6 +85,53 @@ static void build(struct gguf_build *b, const char *pre)
 	gguf_build_strs(b, "tokenizer.ggml.merges", merges, ARRAY_SIZE(merges));
 }
 
+static void build_spm(struct gguf_build *b)
+{
+	static const char *const pieces[] = { "\xe2\x96\x81",
+					      "a",
+					      "b",
+					      "c",
+					      "aa",
+					      "ab",
+					      "bc",
+					      "aaa",
+					      "\xe2\x96\x81"
+					      "a",
+					      "\xe2\x96\x81\xe2\x96\x81",
+					      "\xc3\xa9"
+					      "a",
+					      "\xe4\xb8\xad",
+					      "a\xe2\x96\x81"
+					      "b",
+					      "\n\n" };
+	static char texts[256][8];
+	const char *tokens[1 + 256 + ARRAY_SIZE(pieces) + N_SPECIAL];
+	int32_t types[ARRAY_SIZE(tokens)];
+	float scores[ARRAY_SIZE(tokens)] = { 0 };
+	size_t n = 0;
+
+	types[n] = 2;
+	tokens[n++] = "<unk>";
+	for (unsigned i = 0; i < 256; i++) {
+		snprintf(texts[i], sizeof(texts[i]), "<0x%02X>", i);
+		types[n] = 6;
+		tokens[n++] = texts[i];
+	}
+	for (size_t i = 0; i < ARRAY_SIZE(pieces); i++) {
+		scores[n] = -(float)(i / 2); /* pairs of equals */
+		types[n] = 1;
+		tokens[n++] = pieces[i];
+	}
+	for (size_t i = 0; i < N_SPECIAL; i++) {
+		types[n] = i == 0 ? 4 : 3;
+		tokens[n++] = special[i];
+	}
+	gguf_build_str(b, "tokenizer.ggml.model", "llama");
+	gguf_build_strs(b, "tokenizer.ggml.tokens", tokens, n);
+	gguf_build_i32s(b, "tokenizer.ggml.token_type", types, n);
+	gguf_build_f32s(b, "tokenizer.ggml.scores", scores, n);
+}
+
 static const struct tokenizer *own_tokenizer(size_t kind)
 {
 	/* All of it lives as long as the program, and stays reachable for the leak checker. */
@@ -92,7 +143,10 @@ static const struct tokenizer *own_tokenizer(size_t kind)
 
 	if (made[kind])
 		return made[kind];
-	build(&b, pre_names[kind]);
+	if (pre_names[kind])
+		build(&b, pre_names[kind]);
+	else
+		build_spm(&b);
 	images[kind] = gguf_build_done(&b, &bytes);
 	if (gguf_open_memory(images[kind], bytes, "own", &files[kind], NULL) < 0 ||
 	    tokenizer_new(files[kind], &made[kind], NULL) < 0)
@@ -120,10 +174,26 @@ static void check_stream(const struct buf *bytes)
 		abort();
 }
 
-static void check_text(const struct tokenizer *t, const char *text, size_t len, enum tokenizer_flags flags)
+/* What the tokens of valid UTF-8 give back. */
+static void expect_text(const char *text, size_t len, bool spm, struct buf *ret)
+{
+	int r = spm && len > 0 ? buf_append(ret, " ", 1) : 0;
+
+	for (size_t i = 0; i < len && r == 0; i++) {
+		bool space = spm && len - i >= 3 && memcmp(text + i, "\xe2\x96\x81", 3) == 0;
+
+		r = buf_append(ret, space ? " " : text + i, 1);
+		i += space ? 2 : 0;
+	}
+	if (r < 0)
+		abort();
+}
+
+static void check_text(const struct tokenizer *t, bool spm, const char *text, size_t len,
+		       enum tokenizer_flags flags)
 {
 	_cleanup_(tokens_done) struct tokens ids = { 0 };
-	_cleanup_(buf_done) struct buf back = { 0 };
+	_cleanup_(buf_done) struct buf back = { 0 }, want = { 0 };
 	size_t n;
 
 	if (tokenizer_encode(t, text, len, flags, NULL, &ids) < 0)
@@ -136,7 +206,10 @@ static void check_text(const struct tokenizer *t, const char *text, size_t len, 
 		if (n == 0 || buf_append(&back, piece, n) < 0)
 			abort();
 	}
-	if (utf8_valid(text, len) && (back.len != len || (len > 0 && memcmp(back.data, text, len) != 0)))
+	expect_text(text, len, spm, &want);
+	/* With special tokens text begins anew, and with a space, after each. */
+	if (utf8_valid(text, len) && !(spm && flags) &&
+	    (back.len != want.len || (len > 0 && memcmp(back.data, want.data, want.len) != 0)))
 		abort();
 	check_stream(&back);
 	back.len = 0;
@@ -179,12 +252,15 @@ static void check_vocabulary(const uint8_t *data, size_t size)
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
+	size_t kind;
+
 	if (size == 0)
 		return 0;
+	kind = ((data[0] & 3u) + (data[0] >> 3 & 7u) * 4) % ARRAY_SIZE(pre_names);
 	if (data[0] & 0x80)
 		check_vocabulary(data + 1, size - 1);
 	else
-		check_text(own_tokenizer(data[0] & 3), (const char *)data + 1, size - 1,
+		check_text(own_tokenizer(kind), !pre_names[kind], (const char *)data + 1, size - 1,
 			   data[0] & 4 ? TOKENIZER_SPECIAL : 0);
 	return 0;
 }

@@ -13,6 +13,7 @@
 #include "daemon/model/tokenizer.h"
 #include "tests/unit/gguf-build.h"
 
+#include <math.h>
 #include <pthread.h>
 
 #define BUNDLED "tests/models/tiny-qwen35moe-stories-q8_0.gguf"
@@ -134,24 +135,25 @@ static size_t check_lines(const struct tokenizer *t, const char *ids_name, enum 
 	return n;
 }
 
-static void check_vocabulary(const char *path, const char *name)
+static void check_vocabulary(const struct tokenizer *t, const char *name)
 {
-	_cleanup_(unload) struct loaded l = load(path);
 	char ids[256];
 
 	snprintf(ids, sizeof(ids), "tests/unit/tokenizer-ids-%s.txt", name);
-	assert_true(check_lines(l.t, ids, 0) >= 300);
+	assert_true(check_lines(t, ids, 0) >= 480);
 	snprintf(ids, sizeof(ids), "tests/unit/tokenizer-special-%s.txt", name);
-	assert_true(check_lines(l.t, ids, TOKENIZER_SPECIAL) >= 20);
+	assert_true(check_lines(t, ids, TOKENIZER_SPECIAL) >= 20);
 }
 
 static void test_lines_bundled(void **state)
 {
+	_cleanup_(unload) struct loaded l = load(BUNDLED);
+
 	(void)state;
-	check_vocabulary(BUNDLED, "tiny");
+	check_vocabulary(l.t, "tiny");
 }
 
-static char *slurp(const char *path)
+static struct buf slurp_bytes(const char *path)
 {
 	_cleanup_(fclosep) FILE *f = fopen(path, "re");
 	struct buf b = { 0 };
@@ -161,7 +163,12 @@ static char *slurp(const char *path)
 	assert_non_null(f);
 	while ((n = fread(chunk, 1, sizeof(chunk), f)) > 0)
 		assert_int_equal(buf_append(&b, chunk, n), 0);
-	return b.data;
+	return b;
+}
+
+static char *slurp(const char *path)
+{
+	return slurp_bytes(path).data;
 }
 
 /*
@@ -204,15 +211,29 @@ static size_t check_vocabulary_own(const char *path)
 	return n;
 }
 
+/* A rule for splitting, and the vocabulary that is tested with it. */
+struct shared_case {
+	const char *name, *base;
+};
+
+static bool shared_path(char *path, size_t size, const char *base)
+{
+	const char *shared = getenv("RESIDENTD_SHARED");
+
+	snprintf(path, size, "%s/vocab/ggml-vocab-%s.gguf", shared ? shared : "../shared", base);
+	return access(path, R_OK) == 0;
+}
+
 static void test_lines_shared(void **state)
 {
-	const char *name = *state, *shared = getenv("RESIDENTD_SHARED");
+	const struct shared_case *c = *state;
+	_cleanup_(unload) struct loaded l = { 0 };
 	char path[4096];
 
-	snprintf(path, sizeof(path), "%s/vocab/ggml-vocab-%s.gguf", shared ? shared : "../shared", name);
-	if (access(path, R_OK) < 0)
+	if (!shared_path(path, sizeof(path), c->base))
 		skip_because("%s is not there", path);
-	check_vocabulary(path, name);
+	l = load(path);
+	check_vocabulary(l.t, c->name);
 	assert_true(check_vocabulary_own(path) >= 46);
 }
 
@@ -318,6 +339,10 @@ struct vocabulary {
 	const char *merges[64];
 	size_t n_merges;
 	int64_t eos;
+	float scores[64];
+	size_t n_scores;
+	const char *name;
+	bool no_prefix;
 };
 
 static struct vocabulary letters(const char *pre)
@@ -350,11 +375,19 @@ static void add_merge(struct vocabulary *v, const char *merge, const char *resul
 static void build_keys(struct gguf_build *b, const struct vocabulary *v)
 {
 	gguf_build_str(b, "tokenizer.ggml.model", v->model);
-	gguf_build_str(b, "tokenizer.ggml.pre", v->pre);
+	if (v->name)
+		gguf_build_str(b, "general.name", v->name);
+	if (v->pre)
+		gguf_build_str(b, "tokenizer.ggml.pre", v->pre);
+	if (v->n_scores > 0)
+		gguf_build_f32s(b, "tokenizer.ggml.scores", v->scores, v->n_scores);
+	if (v->no_prefix)
+		gguf_build_bool(b, "tokenizer.ggml.add_space_prefix", false);
 	gguf_build_strs(b, "tokenizer.ggml.tokens", v->tokens, v->n);
 	if (v->n_types > 0)
 		gguf_build_i32s(b, "tokenizer.ggml.token_type", v->types, v->n_types);
-	gguf_build_strs(b, "tokenizer.ggml.merges", v->merges, v->n_merges);
+	if (v->pre)
+		gguf_build_strs(b, "tokenizer.ggml.merges", v->merges, v->n_merges);
 	if (v->eos >= 0)
 		gguf_build_u32(b, "tokenizer.ggml.eos_token_id", (uint32_t)v->eos);
 }
@@ -391,6 +424,36 @@ static struct made make(const struct vocabulary *v)
 	if (try_make(&b, &m, &error) < 0)
 		fail_msg("%s", error);
 	return m;
+}
+
+/* Rules that no vocabulary here has: its file says another rule's name. */
+static void test_lines_changed(void **state)
+{
+	static const char key[] = "tokenizer.ggml.pre\10\0\0";
+	const struct shared_case *c = *state;
+	_cleanup_(unmake) struct made m = { 0 };
+	_cleanup_(buf_done) struct buf file = { 0 };
+	uint64_t old_len, new_len = strlen(c->name);
+	char path[4096], *old;
+	size_t at, bytes;
+
+	if (!shared_path(path, sizeof(path), c->base))
+		skip_because("%s is not there", path);
+	file = slurp_bytes(path);
+	old = memmem(file.data, file.len, key, sizeof(key));
+	assert_non_null(old);
+	at = (size_t)(old - file.data) + sizeof(key);
+	memcpy(&old_len, file.data + at, sizeof(old_len));
+	bytes = file.len - old_len + new_len;
+	assert_int_equal(posix_memalign(&m.image, 64, bytes), 0);
+	memcpy(m.image, file.data, at);
+	memcpy((char *)m.image + at, &new_len, sizeof(new_len));
+	memcpy((char *)m.image + at + sizeof(new_len), c->name, new_len);
+	memcpy((char *)m.image + at + sizeof(new_len) + new_len,
+	       file.data + at + sizeof(old_len) + old_len, file.len - at - sizeof(old_len) - old_len);
+	assert_int_equal(gguf_open_memory(m.image, bytes, c->name, &m.g, NULL), 0);
+	assert_int_equal(tokenizer_new(m.g, &m.t, NULL), 0);
+	check_vocabulary(m.t, c->name);
 }
 
 static void test_merges(void **state)
@@ -514,6 +577,279 @@ static void test_end_of_generation(void **state)
 	assert_false(tokenizer_add_bos(m.t));
 }
 
+/* With <|return|> and <|call|> a message that ends is no end of the generation. */
+static void test_end_of_message(void **state)
+{
+	struct vocabulary v = letters("gpt-4o");
+	size_t len;
+
+	(void)state;
+	add_token(&v, "<|end|>", 3);     /* 9 */
+	add_token(&v, "<|channel|>", 3); /* 10 */
+	add_token(&v, "<|call|>", 3);    /* 11 */
+	_cleanup_(unmake) struct made without = make(&v);
+
+	assert_true(tokenizer_is_eog(without.t, 9) && tokenizer_is_eog(without.t, 11));
+	add_token(&v, "<|return|>", 3); /* 12 */
+	_cleanup_(unmake) struct made m = make(&v);
+
+	assert_false(tokenizer_is_eog(m.t, 9) || tokenizer_is_control(m.t, 9));
+	assert_true(tokenizer_is_eog(m.t, 11) && tokenizer_is_eog(m.t, 12));
+	assert_memory_equal(tokenizer_piece(m.t, 10, false, &len), "<|channel|>", 11);
+	assert_int_equal(len, 11);
+	check(m.t, "<|channel|>", TOKENIZER_SPECIAL, "10");
+	check(m.t, "a<|end|>b", 0, "0 4 3 1"); /* "n" has no token here */
+}
+
+/* User-defined letters and white space are text, whatever else is user-defined is not. */
+static void test_user_defined_text(void **state)
+{
+	struct vocabulary v = letters("gpt-2");
+
+	(void)state;
+	add_token(&v, "\xc3\xbc", 4); /* 9: u umlaut, which in the byte alphabet is 0xfc */
+	add_token(&v, "  ", 4);       /* 10 */
+	add_token(&v, "<b>", 4);      /* 11 */
+	add_token(&v,
+		  "\xc4\xa0"
+		  "a",
+		  1); /* 12 */
+	add_merge(&v, "\xc4\xa0 a", NULL);
+
+	_cleanup_(unmake) struct made m = make(&v);
+
+	check(m.t,
+	      "a\xc3\xbc"
+	      "b",
+	      0, "0 9 1");
+	check(m.t, "a   a", 0, "0 10 12");
+	check(m.t, "a<b>a", 0, "0 1 0");
+	check(m.t, "a<b>a", TOKENIZER_SPECIAL, "0 11 0");
+}
+
+/*
+ * A SentencePiece-style vocabulary: unknown and two control tokens, the byte 0x0a and those of
+ * U+4E2D and the space, and letters; what a test adds gets a score.
+ */
+static struct vocabulary sentencepieces(void)
+{
+	struct vocabulary v = { .model = "llama", .eos = -1 };
+	static const char *const bytes[] = { "<0x0A>", "<0xE4>", "<0xB8>", "<0xAD>" }, *const chars[] = {
+		"\xe2\x96\x81", "a", "b", "c", "d"
+	};
+
+	add_token(&v, "<unk>", 2);
+	add_token(&v, "<s>", 3);
+	add_token(&v, "</s>", 3);
+	for (size_t i = 0; i < ARRAY_SIZE(bytes); i++)
+		add_token(&v, bytes[i], 6); /* 3 to 6 */
+	for (size_t i = 0; i < ARRAY_SIZE(chars); i++)
+		add_token(&v, chars[i], 1); /* 7 to 11 */
+	v.n_scores = v.n;
+	return v;
+}
+
+static void add_scored(struct vocabulary *v, const char *text, float score)
+{
+	add_token(v, text, 1);
+	v->scores[v->n - 1] = score;
+	v->n_scores = v->n;
+}
+
+static void test_spm_merges(void **state)
+{
+	struct vocabulary v = sentencepieces();
+
+	(void)state;
+	add_scored(&v, "ab", -1);    /* 12 */
+	add_scored(&v, "bc", -0.5f); /* 13 */
+	add_scored(&v, "aa", -2);    /* 14 */
+	add_scored(&v, "aaa", -2);   /* 15 */
+	add_scored(&v,
+		   "\xe2\x96\x81"
+		   "a",
+		   -3);                /* 16 */
+	add_scored(&v, "abcd", 0.25f); /* 17: made of "a" and "bcd", which is none */
+	add_scored(&v,
+		   "\xc3\xa9"
+		   "a",
+		   -4); /* 18: its first letter is no token */
+	add_scored(&v,
+		   "\xe4\xb8\xad"
+		   "a",
+		   -5); /* 19: the same, with tokens for its bytes */
+	add_scored(&v, "\xe2\x96\x81\xe2\x96\x81", -6); /* 20 */
+	add_scored(&v, "<s", 9);                        /* 21 */
+	add_scored(&v, "s>", 9);                        /* 22 */
+	add_scored(&v, "<0", 9);                        /* 23 */
+	add_scored(&v, "x0", 9);                        /* 24 */
+	add_scored(&v, "<0x0", 9);                      /* 25 */
+	add_scored(&v, "A>", 9);                        /* 26 */
+	_cleanup_(unmake) struct made m = make(&v);
+
+	check(m.t, "", 0, "");
+	check(m.t, "b", 0, "7 9"); /* a space comes first */
+	check(m.t, "a", 0, "16");
+	check(m.t, " a", 0, "7 16");
+	check(m.t, "  b", 0, "20 7 9");
+	check(m.t, "babc", 0, "7 9 8 13"); /* the higher score, not the leftmost */
+	check(m.t, "dab", 0, "7 11 12");
+	check(m.t, "daaaaa", 0, "7 11 15 14");  /* of equals the leftmost */
+	check(m.t, "dabcd", 0, "7 11 8 13 11"); /* no merge of two tokens leads there */
+	check(m.t,
+	      "d\xc3\xa9"
+	      "a",
+	      0, "7 11 18");
+	check(m.t, "d\xc3\xa9", 0, "7 11 0"); /* unknown: no tokens for its bytes either */
+	check(m.t, "d\xc3\xb1", 0, "7 11 0");
+	check(m.t, "d\xe4\xb8\xad", 0, "7 11 4 5 6");
+	check(m.t,
+	      "d\xe4\xb8\xad"
+	      "a",
+	      0, "7 11 19");
+	check(m.t, "d\n", 0, "7 11 3");
+	check(m.t, "d<s>", 0, "7 11 21 0");     /* no special token */
+	check(m.t, "d<0x0A>", 0, "7 11 25 26"); /* nor a byte */
+	check(m.t, "d<s>a</s>", TOKENIZER_SPECIAL, "7 11 1 16 2");
+	assert_int_equal(tokenizer_bos(m.t), 1);
+	assert_int_equal(tokenizer_eos(m.t), 2);
+	assert_true(tokenizer_add_bos(m.t) && tokenizer_is_eog(m.t, 2));
+	v.no_prefix = true;
+	_cleanup_(unmake) struct made bare = make(&v);
+
+	check(bare.t, "ab c", 0, "12 7 10");
+	check(bare.t, "<s>a", TOKENIZER_SPECIAL, "1 8");
+}
+
+static void check_piece(const struct tokenizer *t, int32_t id, bool special, const char *want)
+{
+	size_t len;
+	const char *s = tokenizer_piece(t, id, special, &len);
+
+	assert_int_equal(len, strlen(want));
+	assert_memory_equal(s, want, len);
+}
+
+static void test_spm_pieces(void **state)
+{
+	struct vocabulary v = sentencepieces();
+
+	(void)state;
+	add_scored(&v,
+		   "\xe2\x96\x81\xe2\x96\x81"
+		   "a\xe2\x96\x81",
+		   -1);                      /* 12 */
+	add_token(&v, "<0xG0>", 6);          /* 13: no byte */
+	add_token(&v, "\xe2\x96\x81<x>", 4); /* 14 */
+	add_token(&v, "\n\n", 4);            /* 15 */
+	v.n_scores = v.n;
+	_cleanup_(unmake) struct made m = make(&v);
+
+	check_piece(m.t, 3, false, "\n");
+	check_piece(m.t, 4, true, "\xe4");
+	check_piece(m.t, 7, false, " ");
+	check_piece(m.t, 12, false, "  a ");
+	check_piece(m.t, 13, false, "");
+	check_piece(m.t, 14, false, "\xe2\x96\x81<x>");
+	check_piece(m.t, 1, false, "");
+	check_piece(m.t, 1, true, "<s>");
+	check(m.t, "a\n\nb", 0, "7 8 15 7 9");
+	/* a token with a space within: words are not merged one by one */
+	check(m.t, " a b", 0, "7 7 8 7 9");
+	check(m.t, "\xe2\x96\x81<x>a", TOKENIZER_SPECIAL, "14 7 8");
+}
+
+/* Tokens of bytes that a file has as normal ones, or without types, count by their texts. */
+static void test_spm_bytes_by_text(void **state)
+{
+	struct vocabulary v = sentencepieces();
+
+	(void)state;
+	for (size_t i = 3; i < 7; i++)
+		v.types[i] = 1;
+	add_scored(&v, "<0xG0>", -1); /* 12: no byte */
+	_cleanup_(unmake) struct made normal = make(&v);
+
+	check(normal.t, "d\n\xe4\xb8\xad", 0, "7 11 3 4 5 6");
+	check_piece(normal.t, 3, false, "\n");
+	check_piece(normal.t, 5, false, "\xb8");
+	check_piece(normal.t, 12, false, "<0xG0>");
+	v.n_types = 0;
+	_cleanup_(unmake) struct made untyped = make(&v);
+
+	check(untyped.t, "d\n\xe4\xb8\xad", 0, "7 11 3 4 5 6");
+	check_piece(untyped.t, 3, false, "\n");
+}
+
+/* Phi-3's special tokens take the white space with them that follows. */
+static void test_spm_strip(void **state)
+{
+	struct vocabulary v = sentencepieces();
+
+	(void)state;
+	add_token(&v, "<|end|>", 3); /* 12 */
+	v.n_scores = v.n;
+	_cleanup_(unmake) struct made plain = make(&v);
+
+	check(plain.t, "<|end|>\n a", TOKENIZER_SPECIAL, "12 7 3 7 8");
+	v.name = "My Phi-3 mini";
+	_cleanup_(unmake) struct made m = make(&v);
+
+	check(m.t, "<|end|>\n a<|end|> \t\n", TOKENIZER_SPECIAL, "12 7 8 12");
+	check(m.t, "<s>\n a", TOKENIZER_SPECIAL, "1 7 3 7 8");
+}
+
+/*
+ * The same text in one piece and in words, and long: a vocabulary with a token that has a space
+ * within gives the same ids where that token does not occur.
+ */
+static void test_spm_long(void **state)
+{
+	struct vocabulary v = sentencepieces();
+	_cleanup_(buf_done) struct buf text = { 0 };
+	_cleanup_(tokens_done) struct tokens want = { 0 }, got = { 0 };
+	atomic_bool abort = true;
+	uint32_t seed = 1;
+
+	(void)state;
+	add_scored(&v, "ab", -1);
+	add_scored(&v, "aba", -1);
+	add_scored(&v, "ba", -1);
+	add_scored(&v, "bab", -2);
+	add_scored(&v,
+		   "\xe2\x96\x81"
+		   "a",
+		   -1);
+	add_scored(&v, "\xe2\x96\x81\xe2\x96\x81", -3);
+	add_scored(&v, "cc", -1);
+	add_scored(&v, "cccc", -2);
+	_cleanup_(unmake) struct made words = make(&v);
+
+	add_scored(&v,
+		   "d\xe2\x96\x81"
+		   "d",
+		   5);
+	_cleanup_(unmake) struct made whole = make(&v);
+
+	while (text.len < 500000) {
+		char c;
+
+		seed = seed * 1664525 + 1013904223;
+		c = " abc\n"[(seed >> 16) % 11 % 5];
+		assert_int_equal(buf_append(&text, &c, 1), 0);
+	}
+	for (size_t i = 0; i < 100000; i++)
+		assert_int_equal(buf_append(&text, "c", 1), 0);
+	want = encode(words.t, text.data, text.len, 0);
+	got = encode(whole.t, text.data, text.len, 0);
+	assert_int_equal(got.n, want.n);
+	assert_memory_equal(got.ids, want.ids, want.n * sizeof(*want.ids));
+	got.n = 1;
+	assert_int_equal(tokenizer_encode(words.t, text.data, text.len, 0, &abort, &got), -ECANCELED);
+	assert_int_equal(tokenizer_encode(whole.t, text.data, text.len, 0, &abort, &got), -ECANCELED);
+	assert_int_equal(got.n, 1);
+}
+
 static void check_refused(struct gguf_build *b, int err, const char *says)
 {
 	_cleanup_(unmake) struct made m = { 0 };
@@ -542,13 +878,12 @@ static void test_hostile_vocabularies(void **state)
 
 	(void)state;
 	v = good;
-	v.model = "llama";
-	check_refused_vocabulary(&v, -EOPNOTSUPP, "'llama' is not supported; the one that is: gpt2");
+	v.model = "t5";
+	check_refused_vocabulary(&v, -EOPNOTSUPP, "'t5' is not supported; those that are: gpt2, llama");
 	v = good;
 	v.pre = "tekken\n";
-	check_refused_vocabulary(
-		&v, -EOPNOTSUPP,
-		"'tekken?' is not supported; those that are: qwen35, qwen2, gpt-2, llama-bpe");
+	check_refused_vocabulary(&v, -EOPNOTSUPP,
+				 "'tekken?' is not supported; those that are: qwen35, qwen2, ");
 	v = good;
 	v.n = v.n_types = 0;
 	check_refused_vocabulary(&v, -EBADMSG, "has 0 elements");
@@ -561,6 +896,23 @@ static void test_hostile_vocabularies(void **state)
 	v = good;
 	add_token(&v, "c", 3);
 	check_refused_vocabulary(&v, -EBADMSG, "tokens 2 and 9 are the same text");
+}
+
+static void test_hostile_scores(void **state)
+{
+	struct vocabulary v = sentencepieces();
+
+	(void)state;
+	v.n_scores--;
+	check_refused_vocabulary(&v, -EBADMSG, "scores has 11 elements for 12 tokens");
+	v.n_scores++;
+	v.scores[11] = NAN;
+	check_refused_vocabulary(&v, -EBADMSG, "the score of token 11 is no finite number");
+	v.n_scores = 0; /* all the same then */
+	add_token(&v, "ab", 1);
+	_cleanup_(unmake) struct made m = make(&v);
+
+	check(m.t, "ab", 0, "7 12");
 }
 
 static void test_hostile_arrays(void **state)
@@ -593,6 +945,25 @@ static void test_hostile_arrays(void **state)
 	gguf_build_strs(&b, "tokenizer.ggml.tokens", v.tokens, v.n);
 	gguf_build_strs(&b, "tokenizer.ggml.token_type", v.tokens, v.n);
 	check_refused(&b, -EBADMSG, "token_type is not an array of integers");
+}
+
+/* A key that is there with a value of another kind is not taken for an absent one. */
+static void test_keys_of_another_kind(void **state)
+{
+	static const char *const keys[] = { "tokenizer.ggml.token_type", "tokenizer.ggml.scores",
+					    "tokenizer.ggml.add_space_prefix",
+					    "tokenizer.ggml.add_bos_token" };
+	struct vocabulary v = sentencepieces();
+
+	(void)state;
+	v.n_types = v.n_scores = 0;
+	for (size_t i = 0; i < ARRAY_SIZE(keys); i++) {
+		struct gguf_build b = gguf_build_new();
+
+		build_keys(&b, &v);
+		gguf_build_u32(&b, keys[i], 1);
+		check_refused(&b, -EBADMSG, keys[i]);
+	}
 }
 
 /* Odd, but not contradictory: loads, and what makes no sense has no effect. */
@@ -709,12 +1080,17 @@ static size_t count_pieces(const char *pre, const char *s, size_t len)
 	_cleanup_(pretok_freep) struct pretok *p = NULL;
 	_cleanup_(pretok_done) struct pretok_text t = { 0 };
 	const char *piece;
-	size_t n, count = 0;
+	size_t n, count = 0, bytes = 0;
+	int r;
 
 	assert_int_equal(pretok_new(pre, strlen(pre), &p, NULL), 0);
 	assert_int_equal(pretok_begin(&t, p, s, len, NULL), 0);
-	while (pretok_next(&t, &piece, &n) > 0)
+	while ((r = pretok_next(&t, &piece, &n)) > 0) {
 		count++;
+		bytes += n;
+	}
+	assert_int_equal(r, 0);
+	assert_true(bytes >= len); /* more where it was repaired */
 	return count;
 }
 
@@ -872,6 +1248,41 @@ static void test_long_texts(void **state)
 	}
 }
 
+/* The same for each rule: no limit of a pattern is reached by runs or by what alternates. */
+static void test_long_splits(void **state)
+{
+	static const char *const names[] = { "gpt-2",        "qwen2",          "llama-bpe",
+					     "starcoder",    "tekken",         "gpt-4o",
+					     "deepseek-llm", "deepseek-coder", "deepseek-v3" };
+	static const char *const starts[] = { "", "\xc3\xa9", "~", "\x01", " ", "\xe4\xb8\xad" };
+	static const char *const units[] = { " ",
+					     "\n",
+					     "A",
+					     "a",
+					     "A\xc3\xa9",
+					     "7",
+					     "!",
+					     "\x01",
+					     "~ ",
+					     "\xe3\x80\x80",
+					     "\xe4\xb8\xad ",
+					     "\xcc\x81" };
+
+	(void)state;
+	for (size_t i = 0; i < ARRAY_SIZE(names) * ARRAY_SIZE(starts) * ARRAY_SIZE(units); i++) {
+		const char *unit = units[i % ARRAY_SIZE(units)];
+		const char *start = starts[i / ARRAY_SIZE(units) % ARRAY_SIZE(starts)];
+		const char *name = names[i / ARRAY_SIZE(units) / ARRAY_SIZE(starts)];
+		_cleanup_(buf_done) struct buf text = { 0 };
+
+		assert_int_equal(buf_append(&text, start, strlen(start)), 0);
+		while (text.len < 60000)
+			assert_int_equal(buf_append(&text, unit, strlen(unit)), 0);
+		assert_int_equal(buf_append(&text, "x", 1), 0);
+		assert_true(count_pieces(name, text.data, text.len) >= 1);
+	}
+}
+
 #define FFFD "\xef\xbf\xbd"
 
 static const struct {
@@ -957,13 +1368,34 @@ static void test_utf8_at_once(void **state)
 
 int main(void)
 {
-	static char qwen35[] = "qwen35", qwen2[] = "qwen2", gpt2[] = "gpt-2", llama[] = "llama-bpe";
+	static struct shared_case cases[] = {
+		{ "qwen35", "qwen35" },
+		{ "qwen2", "qwen2" },
+		{ "gpt-2", "gpt-2" },
+		{ "llama-bpe", "llama-bpe" },
+		{ "starcoder", "starcoder" },
+		{ "deepseek-llm", "deepseek-llm" },
+		{ "deepseek-coder", "deepseek-coder" },
+		{ "llama-spm", "llama-spm" },
+		{ "phi-3", "phi-3" },
+		{ "tekken", "qwen2" },
+		{ "gpt-4o", "llama-bpe" },
+		{ "deepseek-v3", "qwen2" },
+	};
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_lines_bundled),
-		{ "test_lines_qwen35", test_lines_shared, NULL, NULL, qwen35 },
-		{ "test_lines_qwen2", test_lines_shared, NULL, NULL, qwen2 },
-		{ "test_lines_gpt2", test_lines_shared, NULL, NULL, gpt2 },
-		{ "test_lines_llama_bpe", test_lines_shared, NULL, NULL, llama },
+		{ "test_lines_qwen35", test_lines_shared, NULL, NULL, &cases[0] },
+		{ "test_lines_qwen2", test_lines_shared, NULL, NULL, &cases[1] },
+		{ "test_lines_gpt2", test_lines_shared, NULL, NULL, &cases[2] },
+		{ "test_lines_llama_bpe", test_lines_shared, NULL, NULL, &cases[3] },
+		{ "test_lines_starcoder", test_lines_shared, NULL, NULL, &cases[4] },
+		{ "test_lines_deepseek_llm", test_lines_shared, NULL, NULL, &cases[5] },
+		{ "test_lines_deepseek_coder", test_lines_shared, NULL, NULL, &cases[6] },
+		{ "test_lines_llama_spm", test_lines_shared, NULL, NULL, &cases[7] },
+		{ "test_lines_phi_3", test_lines_shared, NULL, NULL, &cases[8] },
+		{ "test_lines_tekken", test_lines_changed, NULL, NULL, &cases[9] },
+		{ "test_lines_gpt_4o", test_lines_changed, NULL, NULL, &cases[10] },
+		{ "test_lines_deepseek_v3", test_lines_changed, NULL, NULL, &cases[11] },
 		cmocka_unit_test(test_special_bundled),
 		cmocka_unit_test(test_round_trip),
 		cmocka_unit_test(test_encode_appends),
@@ -971,8 +1403,17 @@ int main(void)
 		cmocka_unit_test(test_special_order),
 		cmocka_unit_test(test_whole_pieces),
 		cmocka_unit_test(test_end_of_generation),
+		cmocka_unit_test(test_end_of_message),
+		cmocka_unit_test(test_user_defined_text),
+		cmocka_unit_test(test_spm_merges),
+		cmocka_unit_test(test_spm_pieces),
+		cmocka_unit_test(test_spm_bytes_by_text),
+		cmocka_unit_test(test_spm_strip),
+		cmocka_unit_test(test_spm_long),
 		cmocka_unit_test(test_hostile_vocabularies),
+		cmocka_unit_test(test_hostile_scores),
 		cmocka_unit_test(test_hostile_arrays),
+		cmocka_unit_test(test_keys_of_another_kind),
 		cmocka_unit_test(test_odd_vocabulary),
 		cmocka_unit_test(test_many_words),
 		cmocka_unit_test(test_abort_midway),
@@ -980,6 +1421,7 @@ int main(void)
 		cmocka_unit_test(test_space_runs),
 		cmocka_unit_test(test_long_pieces),
 		cmocka_unit_test(test_long_texts),
+		cmocka_unit_test(test_long_splits),
 		cmocka_unit_test(test_utf8_stream),
 		cmocka_unit_test(test_utf8_at_once),
 	};
