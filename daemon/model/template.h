@@ -2,8 +2,8 @@
 /*
  * template.h: a conversation to token ids, as the model's chat template says.
  *
- * Rendered natively for the ChatML/Qwen family, found out from the text of tokenizer.chat_template; any other template is
- * refused by template_new() (-EOPNOTSUPP) and the model then only completes raw prompts. An interpreter for any
+ * Rendered natively for the ChatML/Qwen family, Llama 3, Mistral, SmolLM3 and DeepSeek-R1's distillates, found out from the
+ * text of tokenizer.chat_template; any other template is refused by template_new() (-EOPNOTSUPP) and the model then only completes raw prompts. An interpreter for any
  * template replaces the inside of this module later; the interface is the rendered *segments*, where only what the
  * template itself writes may become a special token. Immutable after template_new(); any thread.
  */

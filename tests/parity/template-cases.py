@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes or checks tests/unit/template-cases.json with Jinja as the oracle (needs python3-jinja2).
+"""Makes or checks tests/unit/template-cases.json and template-families.json with Jinja as the oracle (needs
+python3-jinja2).
 
-  template-cases.py                      check: Jinja renders what the file says, with the templates in the file
-  template-cases.py --write DIR MODEL    write the file: Qwen's templates from DIR, the bundled model's from MODEL
+  template-cases.py                      check: Jinja renders what the first file says, with the templates in the file
+  template-cases.py --write DIR MODEL    write the first file: Qwen's templates from DIR, the bundled model's from MODEL
+  template-cases.py --families DIR       write the second file, which names the templates in DIR but does not hold them:
+                                         they have licences of their own, as their default system texts have
 
 In the expected texts, special tokens that the template itself wrote are the characters U+E000 to U+E003 (in the order
 of SPECIALS), so the file says for each <think> whether it is a token or a user's text.
@@ -74,6 +77,28 @@ def conversations():
     yield [(S, "s"), (A, "b"), (U, T.format("42"))]
 
 
+FAMILIES_FILE = os.path.join(os.path.dirname(FILE), "template-families.json")
+# In this order U+E000 and on. The templates' bos_token and eos_token are the first two.
+FAMILY_SPECIALS = ["<s>", "</s>", "<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>",
+                   "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+                   "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]
+FAMILIES = {"meta-llama-Llama-3.1-8B-Instruct": "any", "meta-llama-Llama-3.2-3B-Instruct": "any",
+            "meta-llama-Llama-3.3-70B-Instruct": "any", "mistralai-Mistral-Nemo-Instruct-2407": "none",
+            "Mistral-Small-3.2-24B-Instruct-2506": "given", "unsloth-mistral-Devstral-Small-2507": "given",
+            "HuggingFaceTB-SmolLM3-3B": "given", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "any",
+            "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "any"}
+
+
+def family_conversations():
+    """Each once as it is, once with a system message."""
+    for conversation in conversations():
+        if not conversation or conversation[0][0] == S:
+            yield conversation
+        else:
+            yield conversation
+            yield [(S, "Be brief.")] + conversation
+
+
 def environment():
     def raise_exception(message):
         raise TemplateError(message)
@@ -82,18 +107,18 @@ def environment():
     return env
 
 
-def marked(source):
+def marked(source, specials):
     """The template with the special tokens that it writes as markers."""
     def mark(tag):
         text = tag.group(0)
-        for i, s in enumerate(SPECIALS):
+        for i, s in enumerate(specials):
             text = text.replace(s, chr(0xe000 + i))
         return text
     return re.sub(r"\{\{.*?\}\}", mark, source, flags=re.S)
 
 
-def unmarked(text):
-    for i, s in enumerate(SPECIALS):
+def unmarked(text, specials):
+    for i, s in enumerate(specials):
         text = text.replace(chr(0xe000 + i), s)
     return text
 
@@ -106,17 +131,44 @@ def refused(messages):
     return not any(map(query, messages)) or any(m["role"] == S for m in messages[1:])
 
 
-def render(env, name, source, messages, thinking):
+def render(env, name, source, messages, thinking, specials=SPECIALS):
     """The marked text, or None where Jinja refuses."""
-    def run(text):
-        return env.from_string(text).render(messages=messages, add_generation_prompt=True, enable_thinking=thinking)
+    def run(text, bos, eos):
+        return env.from_string(text).render(messages=messages, add_generation_prompt=True, enable_thinking=thinking,
+                                            bos_token=bos, eos_token=eos)
     try:
-        plain = run(source)
+        plain = run(source, *specials[:2])
     except TemplateError:
         return None
-    result = run(marked(source))
-    assert unmarked(result) == plain, (name, messages)
+    result = run(marked(source, specials), "\ue000", "\ue001")
+    assert unmarked(result, specials) == plain, (name, messages)
     return result
+
+
+def family_cases(folder):
+    env = environment()
+    del env.globals["strftime_now"]  # so that Llama's date is the one that it falls back to
+    small = environment()
+    for i, conversation in enumerate(family_conversations()):
+        messages = [dict(role=m[0], content=m[1]) for m in conversation]
+        system = bool(messages) and messages[0]["role"] == S
+        thinking = i % 3 != 2
+        texts = {}
+        for name, rule in FAMILIES.items():
+            if not refused(messages) and (rule == "given" and not system or
+                                          rule == "none" and system):
+                continue
+            if "SmolLM3" in name and system and ("/think" in messages[0]["content"] or not messages[0]["content"].strip()):
+                continue
+            if name.endswith("R1-Distill-Llama-8B") and not thinking:
+                continue  # knows no other
+            source = open(os.path.join(folder, name + ".jinja"), encoding="utf-8").read()
+            text = None
+            if not refused(messages):
+                text = render(small if "Small-3.2" in name else env, name, source, messages, thinking, FAMILY_SPECIALS)
+            texts.setdefault(text, []).append(name)
+        yield {"messages": messages, "thinking": thinking,
+               "expected": [{"templates": names, "text": text} for text, names in texts.items()]}
 
 
 def cases(templates):
@@ -179,6 +231,11 @@ def variants(qwen35):
 
 
 def main():
+    if sys.argv[1:2] == ["--families"]:
+        with open(FAMILIES_FILE, "w", encoding="utf-8") as f:
+            f.write('{"specials": ' + json.dumps(FAMILY_SPECIALS) + ',\n"cases": [\n')
+            f.write(",\n".join(json.dumps(c, ensure_ascii=True) for c in family_cases(sys.argv[2])) + "\n]}\n")
+        return
     if sys.argv[1:2] == ["--write"]:
         templates = {name: open(os.path.join(sys.argv[2], f), encoding="utf-8").read() for name, f in FROM_DIR.items()}
         templates.update(variants(templates["qwen3.5"]))

@@ -3,8 +3,11 @@
  * test-template.c: prompts against Jinja's (tests/unit/template-cases.json, made by
  * tests/parity/template-cases.py), token for token, with the bundled model's vocabulary.
  *
- * Expected texts have U+E000 to U+E003 where the template wrote a special token, so a user's
+ * Expected texts have U+E000 and on where the template wrote a special token, so a user's
  * "<think>" that became a token, or a template's that did not, differs.
+ *
+ * template-families.json is the same for templates that are in ../shared only, with a vocabulary
+ * made here of bytes and their special tokens.
  */
 #include "tests/test.h"
 
@@ -13,8 +16,9 @@
 
 #include <jansson.h>
 
-#define MODEL "tests/models/tiny-qwen35moe-stories-q8_0.gguf"
-#define CASES "tests/unit/template-cases.json"
+#define MODEL    "tests/models/tiny-qwen35moe-stories-q8_0.gguf"
+#define CASES    "tests/unit/template-cases.json"
+#define FAMILIES "tests/unit/template-families.json"
 
 static const char *const specials[] = { "<|im_start|>", "<|im_end|>", "<think>", "</think>" };
 
@@ -23,6 +27,7 @@ struct fixture {
 	struct tokenizer *tokenizer;
 	struct template *template; /* the model's own */
 	json_t *cases;
+	void *image; /* of a vocabulary made here */
 };
 
 static int setup(void **state)
@@ -107,6 +112,16 @@ static size_t messages_of(const json_t *array, struct message *ret)
 	return i;
 }
 
+static const char *special_of(struct fixture *f, size_t i)
+{
+	json_t *own = json_object_get(f->cases, "specials");
+
+	if (own)
+		return json_string_value(json_array_get(own, i));
+	assert_true(i < ARRAY_SIZE(specials));
+	return specials[i];
+}
+
 /* The ids of a text in which U+E000.. stand for special tokens. */
 static struct tokens expected_tokens(struct fixture *f, const char *text)
 {
@@ -120,8 +135,7 @@ static struct tokens expected_tokens(struct fixture *f, const char *text)
 		assert_int_equal(tokenizer_encode(f->tokenizer, text, len, 0, NULL, &out), 0);
 		if (!mark)
 			return out;
-		assert_in_range(mark[2], (char)0x80, (char)0x83);
-		id = tokenizer_find(f->tokenizer, specials[mark[2] & 3]);
+		id = tokenizer_find(f->tokenizer, special_of(f, (unsigned char)mark[2] - 0x80u));
 		assert_true(id >= 0);
 		assert_int_equal(tokens_append(&out, &id, 1), 0);
 		text = mark + 3;
@@ -153,13 +167,44 @@ static void assert_tokens_equal(struct fixture *f, const struct tokens *got, con
 	}
 }
 
+/* The answer starts after the last header; a block that is open there is the last thing written. */
+static void check_answer_start(struct fixture *f, const struct template_prompt *p,
+			       const struct tokens *all, const char *text)
+{
+	int32_t header = tokenizer_find(f->tokenizer, specials[0]);
+	size_t last = all->n;
+	struct tokens want;
+
+	while (last > 0 && all->ids[last - 1] != header)
+		last--;
+	want = expected_tokens(f, "assistant\n");
+	assert_int_equal(p->answer_start, last + want.n);
+	assert_int_equal(p->thinking_open,
+			 strlen(text) > 4 && streq(text + strlen(text) - 4, "\xee\x80\x82\n"));
+	tokens_done(&want);
+}
+
+/* The families end with their header, or with one of these. */
+static void check_family_answer_start(struct fixture *f, const struct template_prompt *p)
+{
+	static const char *const thinks[] = { "", "<think>\n", "<think>\n</think>" };
+	const struct tokens rest = { p->tokens.ids + p->answer_start, p->tokens.n - p->answer_start, 0 };
+	_cleanup_(freep) char *text = text_of(f, &rest);
+	bool known = false;
+
+	for (size_t i = 0; i < ARRAY_SIZE(thinks); i++)
+		known |= streq(text, thinks[i]);
+	assert_true(known);
+	assert_int_equal(p->thinking_open, streq(text, "<think>\n"));
+}
+
 static void check_case(struct fixture *f, const struct template *t, const json_t *c, const char *text)
 {
 	struct template_options o = { .thinking = json_is_true(json_object_get(c, "thinking")) };
 	struct template_prompt p = {};
 	_cleanup_(freep) char *error = NULL;
 	struct message messages[16];
-	size_t n = messages_of(json_object_get(c, "messages"), messages), last;
+	size_t n = messages_of(json_object_get(c, "messages"), messages);
 	struct tokens want;
 	int r = template_render(t, messages, n, &o, NULL, &p, &error);
 
@@ -173,16 +218,10 @@ static void check_case(struct fixture *f, const struct template *t, const json_t
 	want = expected_tokens(f, text);
 	assert_tokens_equal(f, &p.tokens, &want);
 
-	/* the answer starts after the last header; a block that is open there is the last thing
-	 * written */
-	for (last = want.n;
-	     last > 0 && want.ids[last - 1] != tokenizer_find(f->tokenizer, specials[0]);)
-		last--;
-	tokens_done(&want);
-	want = expected_tokens(f, "assistant\n");
-	assert_int_equal(p.answer_start, last + want.n);
-	assert_int_equal(p.thinking_open,
-			 strlen(text) > 4 && streq(text + strlen(text) - 4, "\xee\x80\x82\n"));
+	if (json_object_get(f->cases, "specials"))
+		check_family_answer_start(f, &p);
+	else
+		check_answer_start(f, &p, &want, text);
 	tokens_done(&want);
 	template_prompt_done(&p);
 }
@@ -239,22 +278,23 @@ static void put(struct tokens *to, const struct tokens *from, size_t n)
  * message. Must be what rendering all of it gives.
  */
 static void check_continuation(struct fixture *f, const struct template *t, const char *system,
-			       const char *answer)
+			       const char *answer, bool thinking)
 {
 	const struct message all[] = {
-		{ MESSAGE_SYSTEM, system, strlen(system), NULL, 0 },
+		{ MESSAGE_SYSTEM, system ?: "", system ? strlen(system) : 0, NULL, 0 },
 		{ MESSAGE_USER, "One?", 4, NULL, 0 },
 		{ MESSAGE_ASSISTANT, answer, strlen(answer), "hm", 2 },
 		{ MESSAGE_USER, " Two? ", 6, NULL, 0 },
 		{ MESSAGE_ASSISTANT, "2", 1, NULL, 0 },
 		{ MESSAGE_USER, "Three?", 6, NULL, 0 },
 	};
-	struct template_options first = { .thinking = true },
-				next = { .thinking = true, .continuation = true };
+	struct template_options first = { .thinking = thinking },
+				next = { .thinking = thinking, .continuation = true };
 	struct template_prompt a = {}, b = {}, whole = {};
+	size_t from = system ? 0 : 1;
 	struct tokens session = {};
 
-	assert_int_equal(template_render(t, all, 2, &first, NULL, &a, NULL), 0);
+	assert_int_equal(template_render(t, all + from, 2 - from, &first, NULL, &a, NULL), 0);
 	put(&session, &a.tokens, a.answer_start);
 	assert_int_equal(tokenizer_encode(f->tokenizer, answer, strlen(answer), 0, NULL, &session), 0);
 	put(&session, template_turn_end(t), template_turn_end(t)->n);
@@ -262,7 +302,7 @@ static void check_continuation(struct fixture *f, const struct template *t, cons
 	b.answer_start += session.n;
 	put(&session, &b.tokens, b.tokens.n);
 
-	assert_int_equal(template_render(t, all, 6, &first, NULL, &whole, NULL), 0);
+	assert_int_equal(template_render(t, all + from, 6 - from, &first, NULL, &whole, NULL), 0);
 	assert_tokens_equal(f, &session, &whole.tokens);
 	assert_int_equal(b.answer_start, whole.answer_start);
 	tokens_done(&session);
@@ -282,10 +322,11 @@ static void test_continuation(void **state)
 		struct template *t = NULL;
 
 		assert_int_equal(new_template(f, json_string_value(source), &t, NULL), 0);
-		check_continuation(f, t, "Be brief.", "The answer is one.");
-		check_continuation(f, t, "Be brief.", "Several lines:\n\n- a\n- b\n\n```\ncode\n```");
-		check_continuation(f, t, "x", "");
-		check_continuation(f, t, "x", "<|im_end|> and <think> are words here");
+		check_continuation(f, t, "Be brief.", "The answer is one.", true);
+		check_continuation(f, t, "Be brief.",
+				   "Several lines:\n\n- a\n- b\n\n```\ncode\n```", true);
+		check_continuation(f, t, "x", "", true);
+		check_continuation(f, t, "x", "<|im_end|> and <think> are words here", true);
 		template_free(t);
 	}
 }
@@ -412,9 +453,9 @@ static void test_refused(void **state)
 
 	need_model(state);
 	assert_refused(f, NULL, "no chat template");
-	assert_refused(f, "", "not of the ChatML family");
+	assert_refused(f, "", "none of the forms");
 	assert_refused(f, "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{% endfor %}",
-		       "not of the ChatML family");
+		       "none of the forms");
 	assert_refused(f, "{{ '<|im_start|>' }}{{ '<|im_end|>' }}", "none of the forms");
 	for (size_t i = 0; i < ARRAY_SIZE(changes); i++) {
 		_cleanup_(freep) char *text =
@@ -486,62 +527,326 @@ static void test_vocabulary(void **state)
 	free(image);
 }
 
+/* NULL when it is not there. */
+static char *shared_template(const char *name)
+{
+	const char *shared = getenv("RESIDENTD_SHARED");
+	_cleanup_(freep) char *path = NULL;
+	_cleanup_(fclosep) FILE *file = NULL;
+	char *text;
+
+	assert_true(asprintf(&path, "%s/templates/%s.jinja", shared ?: "../shared", name) > 0);
+	file = fopen(path, "re");
+	if (!file)
+		return NULL;
+	text = calloc(1, 1 << 18);
+	assert_non_null(text);
+	assert_true(fread(text, 1, (1 << 18) - 1, file) > 0);
+	return text;
+}
+
 /* Templates of other families, and of relatives that differ, when the folder with them is there. */
 static void test_others(void **state)
 {
 	static const struct {
-		const char *file;
+		const char *name;
 		bool rendered;
 	} files[] = {
-		{ "MiMo-VL.jinja", true },
-		{ "Qwen3.5-4B.jinja", true },
-		{ "Qwen-Qwen3-0.6B.jinja", true },
-		{ "Qwen3-Coder.jinja", true },
-		{ "Qwen-QwQ-32B.jinja", true },
-		{ "Qwen-Qwen2.5-7B-Instruct.jinja", true },
-		{ "meta-llama-Llama-3.1-8B-Instruct.jinja", false },
-		{ "openbmb-MiniCPM5-1B.jinja", false },
-		{ "Bielik-11B-v3.0-Instruct.jinja", false },
-		{ "LFM2.5-Instruct.jinja", false },
-		{ "NousResearch-Hermes-3-Llama-3.1-8B-tool_use.jinja", false },
-		{ "HuggingFaceTB-SmolLM3-3B.jinja", false },
-		{ "StepFun3.5-Flash.jinja", false },
-		{ "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.jinja", false },
-		{ "google-gemma-2-2b-it.jinja", false },
-		{ "deepseek-ai-DeepSeek-V4.jinja", false },
+		{ "MiMo-VL", true },
+		{ "Qwen3.5-4B", true },
+		{ "Qwen-Qwen3-0.6B", true },
+		{ "Qwen3-Coder", true },
+		{ "Qwen-QwQ-32B", true },
+		{ "Qwen-Qwen2.5-7B-Instruct", true },
+		{ "openbmb-MiniCPM5-1B", false },
+		{ "Bielik-11B-v3.0-Instruct", false },
+		{ "LFM2.5-Instruct", false },
+		{ "NousResearch-Hermes-3-Llama-3.1-8B-tool_use", false },
+		{ "fireworks-ai-llama-3-firefunction-v2", false },
+		{ "mistralai-Ministral-3-14B-Reasoning-2512", false },
+		{ "deepseek-ai-DeepSeek-V3.1", false },
+		{ "openai-gpt-oss-120b", false },
+		{ "StepFun3.5-Flash", false },
+		{ "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", false },
+		{ "google-gemma-2-2b-it", false },
+		{ "deepseek-ai-DeepSeek-V4", false },
 	};
-	const char *shared = getenv("RESIDENTD_SHARED");
 	struct fixture *f = *state;
 
 	need_model(state);
 	for (size_t i = 0; i < ARRAY_SIZE(files); i++) {
-		_cleanup_(freep) char *path = NULL, *error = NULL, *text = NULL;
-		_cleanup_(fclosep) FILE *file = NULL;
+		_cleanup_(freep) char *error = NULL, *text = shared_template(files[i].name);
 		struct template *t = NULL;
 		int r;
 
-		assert_true(asprintf(&path, "%s/templates/%s", shared ?: "../shared", files[i].file) > 0);
-		file = fopen(path, "re");
-		if (!file)
-			skip_because("%s is not there", path);
-		text = calloc(1, 1 << 18);
-		assert_non_null(text);
-		assert_true(fread(text, 1, (1 << 18) - 1, file) > 0);
+		if (!text)
+			skip_because("%s.jinja is not there", files[i].name);
 		r = new_template(f, text, &t, &error);
 		if (files[i].rendered != (r == 0))
-			fail_msg("%s: %s", files[i].file, r < 0 ? error : "taken");
+			fail_msg("%s: %s", files[i].name, r < 0 ? error : "taken");
 		template_free(t);
+	}
+}
+
+/* A vocabulary of bytes, letters of the byte alphabet, and the special tokens of the families. */
+static struct fixture family_fixture(bool add_bos)
+{
+	struct gguf_build b = gguf_build_new();
+	struct fixture f = { .cases = json_load_file(FAMILIES, 0, NULL) };
+	json_t *own = json_object_get(f.cases, "specials"), *j;
+	int32_t types[256 + 32] = { 0 };
+	unsigned next = 0x100;
+	size_t bytes, i, n;
+
+	assert_non_null(own);
+	n = 256 + json_array_size(own);
+	assert_true(n <= ARRAY_SIZE(types));
+	gguf_build_str(&b, "tokenizer.ggml.model", "gpt2");
+	gguf_build_str(&b, "tokenizer.ggml.pre", "llama-bpe");
+	gguf_build_array(&b, "tokenizer.ggml.tokens", GGUF_STR, n);
+	for (unsigned c = 0; c < 256; c++) {
+		bool itself = (c >= 0x21 && c <= 0x7e) || (c >= 0xa1 && c <= 0xac) || c >= 0xae;
+		unsigned letter = itself ? c : next++;
+		char text[3] = { (char)letter };
+
+		if (letter >= 0x80) {
+			text[0] = (char)(0xc0 | letter >> 6);
+			text[1] = (char)(0x80 | (letter & 0x3f));
+		}
+		gguf_put_str(&b.kv, text);
+		types[c] = 1;
+	}
+	json_array_foreach(own, i, j) {
+		gguf_put_str(&b.kv, json_string_value(j));
+		types[256 + i] = 3;
+	}
+	gguf_build_i32s(&b, "tokenizer.ggml.token_type", types, n);
+	gguf_build_strs(&b, "tokenizer.ggml.merges", NULL, 0);
+	gguf_build_u32(&b, "tokenizer.ggml.bos_token_id", 256);
+	gguf_build_u32(&b, "tokenizer.ggml.eos_token_id", 257);
+	gguf_build_bool(&b, "tokenizer.ggml.add_bos_token", add_bos);
+	f.image = gguf_build_done(&b, &bytes);
+	assert_int_equal(gguf_open_memory(f.image, bytes, "families", &f.gguf, NULL), 0);
+	assert_int_equal(tokenizer_new(f.gguf, &f.tokenizer, NULL), 0);
+	return f;
+}
+
+static void family_done(struct fixture *f)
+{
+	json_decref(f->cases);
+	tokenizer_free(f->tokenizer);
+	gguf_close(f->gguf);
+	free(f->image);
+}
+
+static const struct {
+	const char *name;
+	bool system; /* takes a system message */
+} families[] = {
+	{ "meta-llama-Llama-3.1-8B-Instruct", true },
+	{ "meta-llama-Llama-3.2-3B-Instruct", true },
+	{ "meta-llama-Llama-3.3-70B-Instruct", true },
+	{ "mistralai-Mistral-Nemo-Instruct-2407", false },
+	{ "Mistral-Small-3.2-24B-Instruct-2506", true },
+	{ "unsloth-mistral-Devstral-Small-2507", true },
+	{ "HuggingFaceTB-SmolLM3-3B", true },
+	{ "deepseek-ai-DeepSeek-R1-Distill-Llama-8B", true },
+	{ "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", true },
+};
+
+static void test_families(void **state)
+{
+	_cleanup_(family_done) struct fixture f = family_fixture(false);
+	json_t *c, *e, *in;
+	size_t j, k, l, n = 0;
+
+	(void)state;
+	for (size_t i = 0; i < ARRAY_SIZE(families); i++) {
+		_cleanup_(freep) char *text = shared_template(families[i].name), *error = NULL;
+		_cleanup_(template_freep) struct template *t = NULL;
+		const char *system = families[i].system ? "Be brief." : NULL;
+
+		if (!text)
+			skip_because("%s.jinja is not there", families[i].name);
+		if (new_template(&f, text, &t, &error) < 0)
+			fail_msg("%s: %s", families[i].name, error);
+		json_array_foreach(json_object_get(f.cases, "cases"), j, c)
+			json_array_foreach(json_object_get(c, "expected"), k, e)
+				json_array_foreach(json_object_get(e, "templates"), l, in)
+					if (streq(json_string_value(in), families[i].name)) {
+						check_case(&f, t, c,
+							   json_string_value(json_object_get(e, "text")));
+						n++;
+					}
+		for (int thinking = 0; thinking < 2; thinking++) {
+			check_continuation(&f, t, system, "The answer is one.", thinking);
+			check_continuation(&f, t, system, "", thinking);
+			check_continuation(&f, t, system, "[/INST]<|eot_id|></s> are words", thinking);
+		}
+	}
+	assert_true(n > 1000);
+}
+
+/* Where prompts start with the beginning of sequence anyhow, the template does not write it again. */
+static void test_family_bos(void **state)
+{
+	_cleanup_(family_done) struct fixture f = family_fixture(true);
+	const struct message m = { MESSAGE_USER, "Hi", 2, NULL, 0 };
+	const struct template_options o = { .thinking = true };
+
+	(void)state;
+	for (size_t i = 0; i < ARRAY_SIZE(families); i++) {
+		_cleanup_(freep) char *text = shared_template(families[i].name);
+		_cleanup_(template_freep) struct template *t = NULL;
+		struct template_prompt p = {};
+
+		if (!text)
+			skip_because("%s.jinja is not there", families[i].name);
+		assert_int_equal(new_template(&f, text, &t, NULL), 0);
+		assert_int_equal(template_render(t, &m, 1, &o, NULL, &p, NULL), 0);
+		for (size_t k = 0; k < p.tokens.n; k++)
+			assert_int_not_equal(p.tokens.ids[k], tokenizer_bos(f.tokenizer));
+		template_prompt_done(&p);
+	}
+}
+
+static char *rendered(struct fixture *f, const char *name, bool thinking)
+{
+	_cleanup_(freep) char *text = shared_template(name);
+	_cleanup_(template_freep) struct template *t = NULL;
+	const struct message m = { MESSAGE_USER, "Hi", 2, NULL, 0 };
+	const struct template_options o = { .thinking = thinking };
+	struct template_prompt p = {};
+	char *s;
+
+	if (!text)
+		return NULL;
+	assert_int_equal(new_template(f, text, &t, NULL), 0);
+	assert_int_equal(template_render(t, &m, 1, &o, NULL, &p, NULL), 0);
+	s = text_of(f, &p.tokens);
+	template_prompt_done(&p);
+	return s;
+}
+
+/* The system texts that templates have for conversations without a system message. */
+static void test_family_defaults(void **state)
+{
+	_cleanup_(family_done) struct fixture f = family_fixture(false);
+	_cleanup_(freep) char *devstral = rendered(&f, "unsloth-mistral-Devstral-Small-2507", false);
+	_cleanup_(freep) char *smol = rendered(&f, "HuggingFaceTB-SmolLM3-3B", true);
+	_cleanup_(freep) char *brief = rendered(&f, "HuggingFaceTB-SmolLM3-3B", false);
+	char today[32];
+
+	(void)state;
+	if (!devstral || !smol)
+		skip_because("the templates are not there");
+	assert_true(startswith(devstral, "<s>[SYSTEM_PROMPT]You are Devstral, a helpful agentic model"));
+	assert_non_null(strstr(
+		devstral, "\n* If the user asks a question, like \"why is X happening\", don't try"));
+	assert_non_null(strstr(devstral, "</TROUBLESHOOTING>[/SYSTEM_PROMPT][INST]Hi[/INST]"));
+	assert_non_null(
+		strstr(smol, "Reasoning Mode: /think\n\n## Custom Instructions\n\nYou are a helpful"));
+	assert_non_null(strstr(
+		smol,
+		"conclusion.\n\n<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"));
+	assert_non_null(strstr(brief, "Hugging Face.\n\n<|im_end|>\n"));
+	assert_non_null(strstr(brief, "<|im_start|>assistant\n<think>\n\n</think>\n"));
+
+	for (bool midnight = true; midnight;) { /* the day may end between the two */
+		_cleanup_(freep) char *small = NULL, *want = NULL;
+		time_t before = time(NULL), after;
+		struct tm tm;
+
+		small = rendered(&f, "Mistral-Small-3.2-24B-Instruct-2506", false);
+		after = time(NULL);
+		assert_non_null(small);
+		assert_non_null(localtime_r(&before, &tm));
+		assert_true(strftime(today, sizeof(today), "%Y-%m-%d", &tm) == 10);
+		assert_true(asprintf(&want, "The current date is %s.\n\nWhen you're not sure",
+				     today) > 0);
+		midnight = !strstr(small, want) && before / 3600 != after / 3600;
+		assert_true(midnight || strstr(small, want));
+		assert_non_null(strstr(
+			small, "(e.g. \"What are some good restaurants around me?\" => \"Where"));
+	}
+}
+
+static void test_family_rules(void **state)
+{
+	_cleanup_(family_done) struct fixture f = family_fixture(false);
+	static const struct {
+		const char *name, *system, *says;
+	} refusals[] = {
+		{ "mistralai-Mistral-Nemo-Instruct-2407", "Be brief.", "last user message" },
+		{ "HuggingFaceTB-SmolLM3-3B", "Be brief. /no_think", "there is an option" },
+		{ "HuggingFaceTB-SmolLM3-3B", "/think", "there is an option" },
+	};
+	const struct template_options o = { .thinking = true };
+	struct template_prompt p = {};
+
+	(void)state;
+	for (size_t i = 0; i < ARRAY_SIZE(refusals); i++) {
+		_cleanup_(freep) char *text = shared_template(refusals[i].name), *error = NULL;
+		_cleanup_(template_freep) struct template *t = NULL;
+		const struct message m[] = {
+			{ MESSAGE_SYSTEM, refusals[i].system, strlen(refusals[i].system), NULL, 0 },
+			{ MESSAGE_USER, "Hi", 2, NULL, 0 },
+		};
+
+		if (!text)
+			skip_because("%s.jinja is not there", refusals[i].name);
+		assert_int_equal(new_template(&f, text, &t, NULL), 0);
+		assert_int_equal(template_render(t, m, 2, &o, NULL, &p, &error), -EINVAL);
+		assert_non_null(strstr(error, refusals[i].says));
+	}
+}
+
+/* What differs is refused, also where it differs in a literal that is captured. */
+static void test_family_refused(void **state)
+{
+	_cleanup_(family_done) struct fixture f = family_fixture(false);
+	static const struct {
+		const char *name, *old, *new;
+	} changes[] = {
+		{ "meta-llama-Llama-3.2-3B-Instruct", "December 2023", "March 2023" },
+		{ "meta-llama-Llama-3.2-3B-Instruct", "\"26 Jul 2024\"", "\"26 Jul\" + \"2024\"" },
+		{ "meta-llama-Llama-3.1-8B-Instruct", "message['content'] | trim", "message['content']" },
+		{ "mistralai-Mistral-Nemo-Instruct-2407", "message[\"content\"] + eos_token",
+		  "message[\"content\"]" },
+		{ "unsloth-mistral-Devstral-Small-2507", "You are Devstral", "\\tYou are Devstral" },
+		{ "unsloth-mistral-Devstral-Small-2507", "You are Devstral", "\3" },
+		{ "HuggingFaceTB-SmolLM3-3B", "June 2025", "June 2026" },
+		{ "deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "<think>\\n'}}", "'}}" },
+	};
+
+	(void)state;
+	for (size_t i = 0; i < ARRAY_SIZE(changes); i++) {
+		_cleanup_(freep) char *text = shared_template(changes[i].name);
+		struct buf b = {};
+		const char *at;
+
+		if (!text)
+			skip_because("%s.jinja is not there", changes[i].name);
+		at = strstr(text, changes[i].old);
+		assert_non_null(at);
+		assert_int_equal(buf_append(&b, text, (size_t)(at - text)), 0);
+		assert_int_equal(buf_printf(&b, "%s%s", changes[i].new, at + strlen(changes[i].old)), 0);
+		assert_refused(&f, b.data, "none of the forms");
+		buf_done(&b);
 	}
 }
 
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_jinja),        cmocka_unit_test(test_model),
-		cmocka_unit_test(test_continuation), cmocka_unit_test(test_continuation_rules),
-		cmocka_unit_test(test_pieces),       cmocka_unit_test(test_abort),
-		cmocka_unit_test(test_refused),      cmocka_unit_test(test_same_template),
-		cmocka_unit_test(test_vocabulary),   cmocka_unit_test(test_others),
+		cmocka_unit_test(test_jinja),           cmocka_unit_test(test_model),
+		cmocka_unit_test(test_continuation),    cmocka_unit_test(test_continuation_rules),
+		cmocka_unit_test(test_pieces),          cmocka_unit_test(test_abort),
+		cmocka_unit_test(test_refused),         cmocka_unit_test(test_same_template),
+		cmocka_unit_test(test_vocabulary),      cmocka_unit_test(test_others),
+		cmocka_unit_test(test_families),        cmocka_unit_test(test_family_bos),
+		cmocka_unit_test(test_family_defaults), cmocka_unit_test(test_family_rules),
+		cmocka_unit_test(test_family_refused),
 	};
 
 	return cmocka_run_group_tests(tests, setup, teardown);
