@@ -74,26 +74,31 @@ static void put_fill(struct map *m, const struct tier *t, unsigned int shade)
 	    mix(t->cold.g, t->hot.g, shade), mix(t->cold.b, t->hot.b, shade));
 }
 
-/* A text without control characters and what XML takes for its own, or forbids. */
-static void put_text(struct map *m, const char *text)
+int ctl_svg_put_text(struct buf *out, const char *text)
 {
 	struct buf plain = {};
 	uint32_t c = 0;
+	int r = terminal_escape(&plain, text, strlen(text));
 
-	if (m->error == 0)
-		m->error = terminal_escape(&plain, text, strlen(text));
-	for (size_t i = 0, n; m->error == 0 && i < plain.len; i += n) {
+	for (size_t i = 0, n; r == 0 && i < plain.len; i += n) {
 		const char *s = plain.data + i;
 
 		n = utf8_next(s, plain.len - i, &c);
 		if ((c & 0xfffe) == 0xfffe)
-			PUT(m, "?");
+			r = buf_printf(out, "?");
 		else if (c < 0x80 && strchr("<>&\"", (int)c))
-			PUT(m, "&#%u;", c);
+			r = buf_printf(out, "&#%u;", c);
 		else
-			PUT(m, "%.*s", (int)n, s);
+			r = buf_append(out, s, n);
 	}
 	buf_done(&plain);
+	return r;
+}
+
+static void put_text(struct map *m, const char *text)
+{
+	if (m->error == 0)
+		m->error = ctl_svg_put_text(m->out, text);
 }
 
 /* Counts what the legend and the page's size need. */

@@ -28,7 +28,8 @@ struct ctl {
 	const char *svg, *output, *tokens, *interval; /* residency, trace record, top */
 	const char *trace_file, *experts, *fractions, *policy, *skip; /* simulate; plan: the first */
 	const char *shape, *vram, *ram, *vram_bw, *pcie, *mem, *disk, *flops, *context_text; /* plan */
-	bool once; /* top */
+	bool once;                /* top */
+	const char *csv, *repeat; /* bench, and of the above svg, tokens, context_text */
 };
 
 enum exit_code ctl_usage_error(struct ctl *c, const char *what);
@@ -44,6 +45,8 @@ const char *ctl_bytes_text(uint64_t bytes, char text[32]);
 int ctl_gpu_text(struct buf *out, const struct resident_gpu *gpu);
 /* 5 min 3 s */
 const char *ctl_span_text(uint64_t s, char text[32]);
+/* ctl-svg.c: appends a text without control characters and what XML takes for its own, or forbids. -ENOMEM. */
+int ctl_svg_put_text(struct buf *out, const char *text);
 
 /* ctl-bus.c */
 enum exit_code ctl_bus_connect(struct ctl *c);
@@ -66,6 +69,9 @@ enum exit_code ctl_policy_check_config(struct ctl *c);
 enum exit_code ctl_residency(struct ctl *c);
 enum exit_code ctl_trace_record(struct ctl *c);
 enum exit_code ctl_top(struct ctl *c);
+
+/* ctl-bench.c: how fast the service is. */
+enum exit_code ctl_bench(struct ctl *c);
 
 /* ctl-simulate.c, ctl-plan.c: without a service. */
 enum exit_code ctl_simulate(struct ctl *c);

@@ -24,6 +24,8 @@ static const char usage_text[] =
 	"      --svg FILE            draw every expert (root may, or the service's user)\n"
 	"  top                       the same and more, every second; --interval SECONDS, --once\n"
 	"  trace record              write which experts each token uses; --output FILE, --tokens N\n"
+	"  bench                     measure speed at growing context; --context N, --tokens N, --repeat N\n"
+	"      --csv FILE, --svg FILE  every measurement; a picture of them\n"
 	"  simulate --trace FILE     replay such a file against eviction policies and Belady's bound\n"
 	"      --experts E, --fraction F[,F...], --policy P, --skip STEPS\n"
 	"  plan NAME|FILE            predict speed and memory of a model, here or on a machine with\n"
@@ -332,6 +334,7 @@ static const struct command {
 	{ "residency", NULL, 0, 0, true, ctl_residency },
 	{ "top", NULL, 0, 0, true, ctl_top },
 	{ "trace", "record", 0, 0, true, ctl_trace_record },
+	{ "bench", NULL, 0, 0, true, ctl_bench },
 	{ "simulate", NULL, 0, 0, false, ctl_simulate },
 	{ "plan", NULL, 0, 1, false, ctl_plan },
 	{ "sessions", NULL, 0, 0, false, ctl_bus_sessions },
@@ -404,7 +407,9 @@ int main(int argc, char **argv)
 		OPT_MEM,
 		OPT_DISK,
 		OPT_FLOPS,
-		OPT_CONTEXT
+		OPT_CONTEXT,
+		OPT_CSV,
+		OPT_REPEAT
 	};
 	static const struct option options[] = {
 		{ "json", no_argument, NULL, OPT_JSON },
@@ -436,6 +441,8 @@ int main(int argc, char **argv)
 		{ "disk", required_argument, NULL, OPT_DISK },
 		{ "flops", required_argument, NULL, OPT_FLOPS },
 		{ "context", required_argument, NULL, OPT_CONTEXT },
+		{ "csv", required_argument, NULL, OPT_CSV },
+		{ "repeat", required_argument, NULL, OPT_REPEAT },
 		{ "help", no_argument, NULL, 'h' },
 		{ "version", no_argument, NULL, 'V' },
 		{},
@@ -479,6 +486,8 @@ int main(int argc, char **argv)
 		case OPT_DISK: c.disk = optarg; break;
 		case OPT_FLOPS: c.flops = optarg; break;
 		case OPT_CONTEXT: c.context_text = optarg; break;
+		case OPT_CSV: c.csv = optarg; break;
+		case OPT_REPEAT: c.repeat = optarg; break;
 		case 'h':
 			terminal_write(&c.out, usage_text, strlen(usage_text));
 			return (int)report_output(&c.err, PROGRAM, &c.out, EXIT_OK);

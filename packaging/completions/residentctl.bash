@@ -17,7 +17,7 @@ _residentctl_words()
 			;;
 		--who | --why | --bytes | --root | --name | --svg | --output | --tokens | --interval | --trace | --experts | \
 			--fraction | --policy | --skip | --shape | --vram | --ram | --vram-bw | --pcie | --mem | --disk | --flops | \
-			--context) ((i++)) ;;
+			--context | --csv | --repeat) ((i++)) ;;
 		-*) ;;
 		*) words+=("${COMP_WORDS[i]}") ;;
 		esac
@@ -40,7 +40,7 @@ _residentctl()
 		mapfile -t COMPREPLY < <(compgen -d -- "$cur")
 		return
 		;;
-	--svg | --output | --trace)
+	--svg | --csv | --output | --trace)
 		mapfile -t COMPREPLY < <(compgen -f -- "$cur")
 		return
 		;;
@@ -49,7 +49,7 @@ _residentctl()
 		return
 		;;
 	--who | --why | --bytes | --name | --tokens | --interval | --experts | --fraction | --policy | --skip | --vram | --ram | \
-		--vram-bw | --pcie | --mem | --disk | --flops | --context) return ;;
+		--vram-bw | --pcie | --mem | --disk | --flops | --context | --repeat) return ;;
 	esac
 	if [[ $cur == -* ]]; then
 		list='--json --help --version'
@@ -64,6 +64,7 @@ _residentctl()
 		'residency '*) list+=' --svg' ;;
 		'top '*) list+=' --interval --once' ;;
 		'trace record') list+=' --output --tokens --force' ;;
+		'bench '*) list+=' --context --tokens --repeat --csv --svg' ;;
 		'simulate '*) list+=' --trace --experts --fraction --policy --skip' ;;
 		'plan '*) list+=' --vram --ram --mem --disk --pcie --vram-bw --flops --context --trace --shape' ;;
 		'tokenize '*) list+=' --special' ;;
@@ -72,7 +73,7 @@ _residentctl()
 		return
 	fi
 	case ${#words[@]}:${words[0]}:${words[1]} in
-	0:*) list='status availability usage sessions holds hold yield-gpu model policy config residency top trace simulate plan reload tokenize interface' ;;
+	0:*) list='status availability usage sessions holds hold yield-gpu model policy config residency top trace bench simulate plan reload tokenize interface' ;;
 	1:model:) list='list add show default remove load unload' ;;
 	1:policy:) list='show set check' ;;
 	1:config:) list='check' ;;
