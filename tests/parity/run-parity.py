@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares the engine's logits with those of llama.cpp on random models. Needs npm (to fetch the peer), gcc, numpy.
 
-run-parity.py [BUILD_DIR] [--peer DIR] [--no-slice] [--models SIZE:QUANT,...] [--seeds N]
+run-parity.py [BUILD_DIR] [--peer DIR] [--no-slice] [--models [FAMILY/]SIZE:QUANT,...] [--seeds N]
 
 For each model the same random ids are evaluated by both: 96 at once and 32 one by one; all positions count.
 
@@ -13,6 +13,15 @@ a float (on F32 weights it moves the logits as much as another batch size does),
 differ; on quantised weights a batch size alone often changes nothing, because the peer runs the very same code, and then there
 is no noise to compare with.  Both sides are means over a few hundred positions with a heavy tail (one flipped expert changes a
 whole sequence), so two standard errors of the difference are allowed, taken over positions.
+
+Families without delta nets: their norms are of values whose mean square is about 1, where a ten thousandth of the epsilon is less than
+the last bit; there it moves by 5e-7, four of that bit, which again does to F32 weights what a batch size does (by that much less where the
+embeddings are the head too, and small).  And families other than qwen35moe have an F32 KV cache for every type of weight: the peer rounds
+queries and probabilities to half precision where its cache is, we do not, and the first family's rows say that this costs nothing; without
+it the two agree bit by bit at many positions.
+
+Q4_1 and Q5_1: the peer rounds the sums of activations that their minimums are multiplied by to half precision, we do not.  There both are
+compared with the peer on the same weights written as F32, and ours must be no farther from that than the peer's.
 
 Prints a table, writes BUILD_DIR/parity.json; exit 1 when a row fails, 77 when the peer cannot be set up.
 """
@@ -32,10 +41,21 @@ PREFILL, DECODE = 96, 32
 RMS_MAX = {"F32": 2e-4, "F16": 4e-3}
 TINY = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "MXFP4", "MIX"]
 SMALL = ["F32", "F16", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K", "MIX"]
+FIRST = "qwen35moe"
+# The other families (mkgguf.py), and how most people have them.
+FAMILIES = {"qwen3moe": "Q4_K_M", "qwen3": "Q4_K_M", "qwen35": "Q4_K_M", "llama": "Q4_K_M", "llama3": "Q4_K_M",
+            "mistral": "Q4_K_M", "smollm": "Q4_K_M", "mixtral": "Q4_K_M", "yarn": "Q4_K_M", "gpt-oss": "MXFP4"}
+# What llama-quantize's mixes leave out.
+TYPES = ["Q5_0", "Q2_K", "Q3_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ4_NL", "IQ4_XS"]
+EXPANDED = ["Q4_1", "Q5_1"]
 EPS_KEY = b"attention.layer_norm_rms_epsilon"
 SLICE_BYTES = 8 << 30
-# name -> (ubatch, factor on the epsilon)
-VARIANTS = {"batch 1": (1, 1.0), "batch 4": (4, 1.0), "eps up": (512, 1.0001), "eps down": (512, 0.9999)}
+DELTA = ["qwen35moe", "qwen35"]
+EPS_FACTOR = 1e-4
+EPS_STEP = 5e-7
+EPS_STEPS = {"llama3": 2e-8, "smollm": 8e-9}  # the mean square of their embeddings times EPS_STEP
+# name -> (ubatch, sign of the change of the epsilon)
+VARIANTS = {"batch 1": (1, 0), "batch 4": (4, 0), "eps up": (512, 1), "eps down": (512, -1)}
 
 
 class Failed(Exception):
@@ -66,16 +86,18 @@ def build_tools(build):
     return [os.path.join(out, name) for name in tools]
 
 
-def patch_eps(path, factor):
-    """Sets the epsilon to 1e-6 x factor, in place."""
+def swap_eps(path, new):
+    """Sets the epsilon in place; -> what it was."""
     with open(path, "r+b") as f:
         head = f.read(1 << 24)
         at = head.index(EPS_KEY) + len(EPS_KEY)
-        kind, value = struct.unpack_from("<If", head, at)
-        if kind != 6 or not 0.9e-6 < value < 1.1e-6:
+        kind, old = struct.unpack_from("<If", head, at)
+        if kind != 6 or not 1e-7 < old < 1e-4:
             raise Failed("the epsilon is not where it should be")
-        f.seek(at + 4)
-        f.write(struct.pack("<f", 1e-6 * factor))
+        if new is not None:
+            f.seek(at + 4)
+            f.write(struct.pack("<f", new))
+        return old
 
 
 class Run:
@@ -98,22 +120,37 @@ class Run:
             raise Failed(f"{len(rows)} positions instead of {PREFILL + DECODE}")
         return [(float(s), float(m), float(k), int(t)) for s, m, k, t in rows]
 
-    def model(self, model, quant, seeds):
+    def ours(self, model, kv, out):
+        call([self.logits, "-m", model, "-i", self.file("ids"), "-o", out, "--kv", kv, "--prefill", str(PREFILL)])
+
+    def model(self, model, family, quant, seeds):
         """-> {name of comparison: positions}, everything against the peer at a batch of 512."""
-        kv = "f32" if quant in RMS_MAX else "f16"
+        kv = "f16" if family == FIRST and quant not in RMS_MAX else "f32"
         found = {name: [] for name in ["ours", *VARIANTS]}
+        eps = swap_eps(model, None)
+        step = eps * EPS_FACTOR if family in DELTA else EPS_STEPS.get(family, EPS_STEP)
         for seed in range(1, seeds + 1):
             n_vocab = self.peer(model, kv, seed, 512, self.file("peer"))
-            call([self.logits, "-m", model, "-i", self.file("ids"), "-o", self.file("other"), "--kv", kv,
-                  "--prefill", str(PREFILL)])
+            self.ours(model, kv, self.file("other"))
             found["ours"] += self.positions(n_vocab, self.file("peer"), self.file("other"))
-            for name, (ubatch, factor) in VARIANTS.items():
-                patch_eps(model, factor)
+            for name, (ubatch, sign) in VARIANTS.items():
+                swap_eps(model, eps + sign * step)
                 try:
                     self.peer(model, kv, seed, ubatch, self.file("other"))
                 finally:
-                    patch_eps(model, 1.0)
+                    swap_eps(model, eps)
                 found[name] += self.positions(n_vocab, self.file("peer"), self.file("other"))
+        return found
+
+    def expanded(self, model, expanded, seeds):
+        """The same, against the peer on the weights as F32."""
+        found = {"ours": [], "quantised": []}
+        for seed in range(1, seeds + 1):
+            n_vocab = self.peer(expanded, "f32", seed, 512, self.file("peer"))
+            self.ours(model, "f32", self.file("other"))
+            found["ours"] += self.positions(n_vocab, self.file("peer"), self.file("other"))
+            self.peer(model, "f32", seed, 512, self.file("other"))
+            found["quantised"] += self.positions(n_vocab, self.file("peer"), self.file("other"))
         return found
 
 
@@ -129,7 +166,7 @@ def summary(positions):
 
 def judge(quant, found):
     ours = summary(found["ours"])
-    self_ = {name: summary(found[name]) for name in VARIANTS}
+    self_ = {name: summary(positions) for name, positions in found.items() if name != "ours"}
     worst_kl = max(self_.values(), key=lambda s: s["kl"])
     worst_top1 = min(self_.values(), key=lambda s: s["top1"])
     kl_limit = worst_kl["kl"] + 2 * math.hypot(worst_kl["kl_error"], ours["kl_error"])
@@ -148,19 +185,23 @@ def judge(quant, found):
 
 def print_row(name, r):
     o = r["ours"]
-    print(f"{name:14s} {o['rms']:9.2g} {o['rms_median']:9.2g} {o['max']:8.2g} | {o['kl']:9.2g} {r['kl_peer']:9.2g} "
+    print(f"{name:18s} {o['rms']:9.2g} {o['rms_median']:9.2g} {o['max']:8.2g} | {o['kl']:9.2g} {r['kl_peer']:9.2g} "
           f"{r['kl_limit']:9.2g} | {o['top1']:7.4f} {r['top1_peer']:7.4f} {r['top1_limit']:7.4f} | "
           f"{'ok' if r['ok'] else 'FAILED'}", flush=True)
 
 
-def one_model(run, size, quant, seeds):
-    path = run.file("model.gguf")
-    extra = ["--layers", "4"] if size == "slice" else []
+def one_model(run, family, size, quant, seeds):
+    path, expanded = run.file("model.gguf"), run.file("expanded.gguf")
+    make = ["/usr/bin/python3", os.path.join(HERE, "mkgguf.py"), family, size, "--quant", quant]
+    make += ["--layers", "4"] if size == "slice" else []
     try:
-        call(["/usr/bin/python3", os.path.join(HERE, "mkgguf.py"), "qwen35moe", size, "--quant", quant, "-o", path] + extra)
-        return judge(quant, run.model(path, quant, seeds))
+        call([*make, "-o", path])
+        if quant not in EXPANDED:
+            return judge(quant, run.model(path, family, quant, seeds))
+        call([*make, "--expand", "-o", expanded])
+        return judge(quant, run.expanded(path, expanded, seeds))
     finally:
-        for name in (path, path + ".part"):
+        for name in (path, expanded, path + ".part", expanded + ".part"):
             if os.path.exists(name):
                 os.unlink(name)
 
@@ -170,16 +211,25 @@ def parse_args():
     ap.add_argument("build", nargs="?", default=os.environ.get("O", "build"))
     ap.add_argument("--peer", help="where setup has put the peer, or shall put it (BUILD_DIR/peer)")
     ap.add_argument("--no-slice", action="store_true", help="leave out the model of real layer shape (3 GB on disk)")
-    ap.add_argument("--models", help="only these, e.g. tiny:F32,small:Q4_K_M")
-    ap.add_argument("--seeds", type=int, help="sequences a model (4, 2, 1 for tiny, small, slice)")
+    ap.add_argument("--models", help="only these, e.g. tiny:F32,small:Q4_K_M,llama3/tiny:F16")
+    ap.add_argument("--seeds", type=int, help="sequences a model (16, 2, 1 for tiny, small, slice)")
     o = ap.parse_args()
     o.peer = os.path.abspath(o.peer or os.path.join(o.build, "peer"))
-    o.list = [("tiny", q) for q in TINY] + [("small", q) for q in SMALL]
+    o.list = [(FIRST, "tiny", q) for q in TINY + TYPES] + [(FIRST, "small", q) for q in SMALL]
+    for family, usual in FAMILIES.items():
+        o.list += [(family, "tiny", q) for q in ("F32", "F16", usual)] + [(family, "small", "F32")]
+    o.list += [("llama", "tiny", q) for q in EXPANDED]
     if not o.no_slice:
-        o.list.append(("slice", "Q4_K_M"))
+        o.list.append((FIRST, "slice", "Q4_K_M"))
     if o.models:
-        o.list = [tuple(m.split(":")) for m in o.models.split(",")]
+        o.list = [parse_model(m) for m in o.models.split(",")]
     return o
+
+
+def parse_model(text):
+    family, _, rest = text.rpartition("/")
+    size, _, quant = rest.partition(":")
+    return family or FIRST, size, quant
 
 
 def main():
@@ -193,19 +243,19 @@ def main():
     work = os.path.join(o.build, "parity-work")
     os.makedirs(work, exist_ok=True)
     run = Run(o, work, *build_tools(o.build))
-    print("                  difference of logits      |   KL to the peer, nats         |   same best token       |\n"
-          "model               rms    median      max |      ours peer/self     limit |    ours    self   limit |")
+    print("                      difference of logits      |   KL to the peer, nats         |   same best token       |\n"
+          "model                   rms    median      max |      ours peer/self     limit |    ours    self   limit |")
     rows, bad = {}, 0
-    for size, quant in o.list:
-        name = f"{size} {quant}"
+    for family, size, quant in o.list:
+        name = f"{size} {quant}" if family == FIRST else f"{family} {size} {quant}"
         if size == "slice" and shutil.disk_usage(work).free < SLICE_BYTES:
             print(f"# skip: {name}: less than {SLICE_BYTES >> 30} GiB free")
             continue
         try:
-            rows[name] = one_model(run, size, quant, o.seeds or {"tiny": 4, "small": 2}.get(size, 1))
+            rows[name] = one_model(run, family, size, quant, o.seeds or {"tiny": 16, "small": 2}.get(size, 1))
         except Failed as e:
             rows[name] = {"ok": False, "error": str(e)}
-            print(f"{name:14s} FAILED: {e}", flush=True)
+            print(f"{name:18s} FAILED: {e}", flush=True)
         else:
             print_row(name, rows[name])
         bad += not rows[name]["ok"]
