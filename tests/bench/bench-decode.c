@@ -3,12 +3,14 @@
  * bench-decode: prompt and decode speed of the engine's graph, with the experts where it is told, as one JSON object.
  *
  * The engine without sessions, sampling and sockets: random tokens, so that nothing depends on what a model without training would say.
- * One thread does everything, as the daemon's engine does (with --feed also the loop's part of it). Used by `make bench-residency` (tests/bench/residency.py), which runs it inside a memory control group.
+ * One thread does everything, as the daemon's engine does (with --feed also the loop's part of it). Used by `make bench`, `make profile` and `make bench-residency` (cpu.py, profile.py, residency.py; the last
+ * runs it inside a memory control group).
  */
 #include "daemon/engine/graph.h"
 #include "daemon/model/model.h"
 #include "daemon/residency/memory.h"
 #include "daemon/residency/residency.h"
+#include "kernels/cpu/tune.h"
 
 #include <getopt.h>
 #include <inttypes.h>
@@ -21,7 +23,7 @@ struct options {
 	size_t prefill, batch, warm, decode, pairs;
 	unsigned threads;
 	int prefetch;
-	bool latency, fill;
+	bool latency, fill, rehearse, tune;
 };
 
 static int usage(void)
@@ -29,7 +31,9 @@ static int usage(void)
 	fprintf(stderr,
 		"usage: bench-decode -m MODEL [--tier auto|mapped|arena] [--budget BYTES] [--policy P] [--prefill N] [--batch N] [--warm N]\n"
 		"       [--decode N] [--threads N] [--prefetch auto|off|on] [--feed SOCKET] [--latency] [--fill] [--pairs N]\n"
-		"--fill: all blocks that have room come in first. --pairs: the tokens are decoded in N pairs of runs, one of each\n"
+		"       [--rehearse] [--tune]\n"
+		"--fill: all blocks that have room come in first. --rehearse: everything is done twice, and the second time counts.\n"
+		"--tune: the tiles of products are measured, as the service does when it starts for the first time. --pairs: the tokens are decoded in N pairs of runs, one of each\n"
 		"pair without the tracer of --feed; tracer_ratios are without / with.\n");
 	return 2;
 }
@@ -231,6 +235,20 @@ static int decode_pairs(struct bench *x)
 	return attach(x);
 }
 
+/* What is done for the first time waits for pages of the model, and of scratch. */
+static int rehearse(struct bench *x)
+{
+	uint64_t us;
+	double reads_max;
+	int r;
+
+	(void)prefill(x, &reads_max);
+	r = decode(x, x->o.warm + x->o.decode, &us);
+	state_reset(x->s, x->a);
+	x->n_trace = 0;
+	return r;
+}
+
 static double percent(uint64_t hits, uint64_t all)
 {
 	return all > 0 ? 100 * (double)hits / (double)all : 0;
@@ -242,12 +260,17 @@ static int run(struct bench *x)
 	size_t from, belady = 0;
 	uint64_t us, missed0, faults0, disk0, disk1, n_all;
 	uint32_t capacity;
+	uint64_t window[4]; /* when prefill and decoding began and ended */
 	double prefill_speed, reads_max;
 	int r = x->o.fill ? fill(x) : 0;
 
+	if (r == 0 && x->o.rehearse)
+		r = rehearse(x);
 	if (r < 0)
 		return r;
+	window[0] = now_us();
 	prefill_speed = prefill(x, &reads_max);
+	window[1] = now_us();
 	r = decode(x, x->o.warm, &us);
 	if (r < 0)
 		return r;
@@ -256,7 +279,9 @@ static int run(struct bench *x)
 	missed0 = missed_bytes(x);
 	faults0 = backend_cpu_major_faults(x->b);
 	disk0 = disk_bytes();
+	window[2] = now_us();
 	r = x->o.pairs > 0 ? decode_pairs(x) : decode(x, x->o.decode, &us);
+	window[3] = now_us();
 	if (r < 0)
 		return r;
 	residency_get_stats(x->r, &s1);
@@ -271,9 +296,11 @@ static int run(struct bench *x)
 	       "\"bytes_read\": %" PRIu64 ", \"missed_bytes\": %" PRIu64 ", \"blocks_read\": %" PRIu64
 	       ", \"stall_us_per_token\": %.1f, \"compute_faults_per_token\": %.3f, \"left_pages\": %" PRIu64
 	       ", \"bypassed\": %" PRIu64 ", \"kernel_took\": %" PRIu64 ", \"doubled\": %" PRIu64
-	       ", \"prefetch_used\": %" PRIu64 ", \"prefetch_wasted\": %" PRIu64 ", \"budget\": %" PRIu64
-	       ", \"fixed\": %" PRIu64 ", \"trunk\": %" PRIu64 ", \"block_bytes\": %" PRIu64
-	       ", \"disk_bytes\": %" PRIu64 ", \"feed\": \"%s\", \"tracer_ratios\": [",
+	       ", \"prefetch_used\": %" PRIu64 ", \"prefetch_wasted\": %" PRIu64
+	       ", \"budget\": %" PRIu64 ", \"fixed\": %" PRIu64 ", \"trunk\": %" PRIu64
+	       ", \"block_bytes\": %" PRIu64 ", \"disk_bytes\": %" PRIu64
+	       ", \"feed\": \"%s\", \"prefill_window_us\": [%" PRIu64 ", %" PRIu64
+	       "], \"decode_window_us\": [%" PRIu64 ", %" PRIu64 "], \"tracer_ratios\": [",
 	       residency_tier_to_string(s1.tier), s1.method ? s1.method : "none", backend_cpu_isa(x->b),
 	       x->o.pairs > 0 ? 0 : (double)x->o.decode * 1e6 / (double)us, prefill_speed,
 	       reads_max, percent(s1.hits - s0.hits, n_all), percent(belady, x->n_trace - from),
@@ -284,7 +311,8 @@ static int run(struct bench *x)
 	       s1.io.left_pages, s1.bypassed - s0.bypassed, s1.kernel_took - s0.kernel_took,
 	       s1.doubled, s1.prefetch_used - s0.prefetch_used, s1.prefetch_wasted - s0.prefetch_wasted,
 	       s1.budget_bytes, s1.fixed_bytes, s1.trunk_bytes, s1.block_bytes, disk1 - disk0,
-	       x->feed ? feed_source_to_string(feed_source(x->feed)) : "none");
+	       x->feed ? feed_source_to_string(feed_source(x->feed)) : "none", window[0], window[1],
+	       window[2], window[3]);
 	for (size_t i = 0; i < x->o.pairs; i++)
 		printf("%s%.4f", i > 0 ? ", " : "", x->ratios[i]);
 	puts("]}");
@@ -299,6 +327,7 @@ static int setup(struct bench *x, char **ret_reason, char **ret_error)
 				      .prefetch = x->o.prefetch };
 	uint64_t tok, kv, held = 0;
 	_cleanup_(memory_closep) struct memory *memory = NULL;
+	struct cpu_tiles tiles = {};
 	size_t scratch;
 	int r = model_load(x->o.model, &x->m, ret_error);
 
@@ -320,8 +349,10 @@ static int setup(struct bench *x, char **ret_reason, char **ret_error)
 	r = residency_new(x->m, &c, held + scratch + x->m->n_vocab * sizeof(float),
 			  kv + x->m->recurrent_floats * sizeof(float), &x->shared, NULL, &x->r,
 			  ret_reason, ret_error);
+	if (r == 0 && x->o.tune)
+		r = tune_tiles(cpu_kernels_choose(NULL), NULL, NULL, &tiles);
 	if (r == 0)
-		r = backend_cpu_new(x->o.threads, scratch, NULL, &x->b);
+		r = backend_cpu_new(x->o.threads, scratch, &tiles, &x->b);
 	if (r == 0)
 		r = kv_arena_new(&x->m->kv, true, kv, &x->a);
 	if (r == 0)
@@ -351,6 +382,8 @@ static int parse(int argc, char **argv, struct options *o)
 		{ "latency", no_argument, NULL, 'L' },
 		{ "fill", no_argument, NULL, 'l' },
 		{ "pairs", required_argument, NULL, 'A' },
+		{ "rehearse", no_argument, NULL, 'R' },
+		{ "tune", no_argument, NULL, 'T' },
 		{},
 	};
 	int c;
@@ -379,6 +412,8 @@ static int parse(int argc, char **argv, struct options *o)
 		case 'F': o->feed = optarg; break;
 		case 'L': o->latency = true; break;
 		case 'l': o->fill = true; break;
+		case 'R': o->rehearse = true; break;
+		case 'T': o->tune = true; break;
 		case 'A': o->pairs = strtoul(optarg, NULL, 10); break;
 		default: return usage();
 		}
