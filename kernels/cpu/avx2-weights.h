@@ -15,22 +15,9 @@
 #include "kernels/cpu/avx2.h"
 #include "kernels/cpu/codebook.h"
 
-INLINE __m256i load_256(const void *p)
-{
-	return _mm256_loadu_si256(p);
-}
-
 INLINE __m128i load_64(const void *p)
 {
 	return _mm_loadl_epi64(p);
-}
-
-INLINE uint32_t load_u32(const void *p)
-{
-	uint32_t u;
-
-	memcpy(&u, p, sizeof(u));
-	return u;
 }
 
 INLINE float load_f16(const void *p)

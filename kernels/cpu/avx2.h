@@ -46,6 +46,19 @@ INLINE __m128i load_128(const void *p)
 	return _mm_loadu_si128(p);
 }
 
+INLINE __m256i load_256(const void *p)
+{
+	return _mm256_loadu_si256(p);
+}
+
+INLINE uint32_t load_u32(const void *p)
+{
+	uint32_t u;
+
+	memcpy(&u, p, sizeof(u));
+	return u;
+}
+
 INLINE float load_f32(const void *p)
 {
 	float f;
@@ -108,3 +121,18 @@ extern __typeof__(*cpu_kernels_ref.matmul[0]) avx2_matmul_f32, avx2_matmul_f16, 
 	avx2_matmul_mxfp4, avx2_matmul_q4_1, avx2_matmul_q5_0, avx2_matmul_q5_1, avx2_matmul_q2_k,
 	avx2_matmul_q3_k, avx2_matmul_iq2_xxs, avx2_matmul_iq2_xs, avx2_matmul_iq3_xxs,
 	avx2_matmul_iq4_nl, avx2_matmul_iq4_xs;
+
+/* What both tables have for .dequant. */
+#define AVX2_DEQUANT                                                                          \
+	.dequant = {                                                                          \
+		[QUANT_F32] = avx2_dequant_f32,         [QUANT_F16] = avx2_dequant_f16,       \
+		[QUANT_BF16] = avx2_dequant_bf16,       [QUANT_Q8_0] = avx2_dequant_q8_0,     \
+		[QUANT_Q4_0] = avx2_dequant_q4_0,       [QUANT_Q4_K] = avx2_dequant_q4_k,     \
+		[QUANT_Q5_K] = avx2_dequant_q5_k,       [QUANT_Q6_K] = avx2_dequant_q6_k,     \
+		[QUANT_MXFP4] = avx2_dequant_mxfp4,     [QUANT_Q4_1] = avx2_dequant_q4_1,     \
+		[QUANT_Q5_0] = avx2_dequant_q5_0,       [QUANT_Q5_1] = avx2_dequant_q5_1,     \
+		[QUANT_Q2_K] = avx2_dequant_q2_k,       [QUANT_Q3_K] = avx2_dequant_q3_k,     \
+		[QUANT_IQ2_XXS] = avx2_dequant_iq2_xxs, [QUANT_IQ2_XS] = avx2_dequant_iq2_xs, \
+		[QUANT_IQ3_XXS] = avx2_dequant_iq3_xxs, [QUANT_IQ4_NL] = avx2_dequant_iq4_nl, \
+		[QUANT_IQ4_XS] = avx2_dequant_iq4_xs,                                         \
+	}

@@ -21,19 +21,6 @@ INLINE __m512i load_512(const void *p)
 	return _mm512_loadu_si512(p);
 }
 
-INLINE __m256i load_256(const void *p)
-{
-	return _mm256_loadu_si256(p);
-}
-
-INLINE uint32_t load_u32(const void *p)
-{
-	uint32_t u;
-
-	memcpy(&u, p, sizeof(u));
-	return u;
-}
-
 INLINE uint64_t load_u64(const void *p)
 {
 	uint64_t u;

@@ -10,34 +10,12 @@
 #if defined(__x86_64__)
 
 #include "kernels/cpu/avx512.h"
-#include "kernels/cpu/simd-attention.h"
-#include "kernels/cpu/simd-delta.h"
-#include "kernels/cpu/simd-float.h"
+#include "kernels/cpu/simd-table.h"
 
 const struct cpu_kernels cpu_kernels_avx512 = {
 	.name = "avx512",
 	.tiles = { .reg_cols = 4, .l1_rows = 16, .l2_cols = 128 },
-	.dequant = {
-		[QUANT_F32] = avx2_dequant_f32,
-		[QUANT_F16] = avx2_dequant_f16,
-		[QUANT_BF16] = avx2_dequant_bf16,
-		[QUANT_Q8_0] = avx2_dequant_q8_0,
-		[QUANT_Q4_0] = avx2_dequant_q4_0,
-		[QUANT_Q4_K] = avx2_dequant_q4_k,
-		[QUANT_Q5_K] = avx2_dequant_q5_k,
-		[QUANT_Q6_K] = avx2_dequant_q6_k,
-		[QUANT_MXFP4] = avx2_dequant_mxfp4,
-		[QUANT_Q4_1] = avx2_dequant_q4_1,
-		[QUANT_Q5_0] = avx2_dequant_q5_0,
-		[QUANT_Q5_1] = avx2_dequant_q5_1,
-		[QUANT_Q2_K] = avx2_dequant_q2_k,
-		[QUANT_Q3_K] = avx2_dequant_q3_k,
-		[QUANT_IQ2_XXS] = avx2_dequant_iq2_xxs,
-		[QUANT_IQ2_XS] = avx2_dequant_iq2_xs,
-		[QUANT_IQ3_XXS] = avx2_dequant_iq3_xxs,
-		[QUANT_IQ4_NL] = avx2_dequant_iq4_nl,
-		[QUANT_IQ4_XS] = avx2_dequant_iq4_xs,
-	},
+	AVX2_DEQUANT,
 	.quantize = {
 		[QUANT_F32] = avx2_quantize_f32,
 		[QUANT_F16] = avx2_quantize_f16,
@@ -66,22 +44,7 @@ const struct cpu_kernels cpu_kernels_avx512 = {
 		[QUANT_IQ4_NL] = avx512_matmul_iq4_nl,
 		[QUANT_IQ4_XS] = avx512_matmul_iq4_xs,
 	},
-	.rms_norm = rms_norm,
-	.l2_norm = l2_norm,
-	.add_scaled = add_scaled,
-	.silu_mul = silu_mul,
-	.swiglu_oai = swiglu_oai,
-	.sigmoid_mul = sigmoid_mul,
-	.softmax = softmax,
-	.rope_neox = rope_neox,
-	.rope_norm = rope_norm,
-	.top_k = top_k,
-	.attention = attention,
-	.f32_to_f16 = f32_to_f16,
-	.f16_to_f32 = f16_to_f32,
-	.conv_silu = conv_silu,
-	.delta_step = delta_step,
-	.delta_chunk = delta_chunk,
+	SIMD_FLOATS,
 };
 
 #endif

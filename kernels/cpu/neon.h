@@ -109,3 +109,41 @@ extern __typeof__(*cpu_kernels_ref.f16_to_f32) neon_f16_to_f32;
 extern __typeof__(*cpu_kernels_ref.conv_silu) neon_conv_silu;
 extern __typeof__(*cpu_kernels_ref.delta_step) neon_delta_step;
 extern __typeof__(*cpu_kernels_ref.delta_chunk) neon_delta_chunk;
+
+/* What both tables have but for the products. */
+#define NEON_CONVERSIONS \
+	.dequant = { \
+		[QUANT_F32] = neon_dequant_f32, \
+		[QUANT_F16] = neon_dequant_f16, \
+		[QUANT_BF16] = neon_dequant_bf16, \
+		[QUANT_Q8_0] = neon_dequant_q8_0, \
+		[QUANT_Q4_0] = neon_dequant_q4_0, \
+		[QUANT_Q4_1] = neon_dequant_q4_1, \
+		[QUANT_Q5_0] = neon_dequant_q5_0, \
+		[QUANT_Q5_1] = neon_dequant_q5_1, \
+		[QUANT_MXFP4] = neon_dequant_mxfp4, \
+		[QUANT_IQ4_NL] = neon_dequant_iq4_nl, \
+		[QUANT_Q2_K] = neon_dequant_q2_k, \
+		[QUANT_Q3_K] = neon_dequant_q3_k, \
+		[QUANT_Q4_K] = neon_dequant_q4_k, \
+		[QUANT_Q5_K] = neon_dequant_q5_k, \
+		[QUANT_Q6_K] = neon_dequant_q6_k, \
+		[QUANT_IQ2_XXS] = neon_dequant_iq2_xxs, \
+		[QUANT_IQ2_XS] = neon_dequant_iq2_xs, \
+		[QUANT_IQ3_XXS] = neon_dequant_iq3_xxs, \
+		[QUANT_IQ4_XS] = neon_dequant_iq4_xs, \
+	}, \
+	.quantize = { \
+		[QUANT_F32] = neon_quantize_f32, \
+		[QUANT_F16] = neon_quantize_f16, \
+		[QUANT_BF16] = neon_quantize_bf16, \
+		[QUANT_Q8_0] = neon_quantize_q8_0, \
+		[QUANT_Q8_K] = neon_quantize_q8_k, \
+	}
+#define NEON_FLOATS                                                                                \
+	.rms_norm = neon_rms_norm, .l2_norm = neon_l2_norm, .add_scaled = neon_add_scaled,         \
+	.silu_mul = neon_silu_mul, .swiglu_oai = neon_swiglu_oai, .sigmoid_mul = neon_sigmoid_mul, \
+	.softmax = neon_softmax, .rope_neox = neon_rope_neox, .rope_norm = neon_rope_norm,         \
+	.top_k = neon_top_k, .attention = neon_attention, .f32_to_f16 = neon_f32_to_f16,           \
+	.f16_to_f32 = neon_f16_to_f32, .conv_silu = neon_conv_silu, .delta_step = neon_delta_step, \
+	.delta_chunk = neon_delta_chunk
