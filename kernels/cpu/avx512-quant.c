@@ -25,8 +25,11 @@
 #define IQ4_XS_WIDE_FROM   8
 #define CODEBOOK_WIDE_FROM 6
 
-/* Bytes of weights on their way from memory while others are used, at least. */
-#define FETCH_AHEAD 4096
+/*
+ * Bytes of each of four streams on their way from memory while others are used. Much less comes too late, much more pushes out of
+ * the first cache what has not been used yet.
+ */
+#define FETCH_AHEAD 2048
 
 /* Activations. */
 
@@ -133,22 +136,32 @@ void avx512_quantize_bf16(const float *x, void *act, size_t n)
 
 struct narrow {
 	const uint8_t *w[4];
-	const uint8_t *ahead; /* what comes after these rows, to be fetched as they pass */
-	const uint8_t *act;   /* column c at act + c * act_stride */
+	size_t ahead;       /* how far beyond these rows bytes are fetched as they pass */
+	const uint8_t *act; /* column c at act + c * act_stride */
 	size_t act_stride, n;
-	float *y;                /* row i at y[c * y_stride + i] */
-	size_t y_stride, n_rows; /* n_rows of the four are wanted */
+	float *y; /* row i at y[c * y_stride + i * y_apart] */
+	size_t y_stride, y_apart;
+	size_t n_rows; /* of the four are wanted */
 };
 
 INLINE void narrow_store(const struct narrow *a, size_t c, __m512 v)
 {
 	const __m512i first = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+	float sums[4];
 
 	v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
 	v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
-	/* All of the vector: gcc makes a store of its first quarter an extraction, which faults beyond. */
-	_mm512_mask_storeu_ps(a->y + c * a->y_stride, first_lanes(a->n_rows),
-			      _mm512_permutexvar_ps(first, v));
+	_mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, v)));
+	for (size_t i = 0; i < a->n_rows; i++)
+		a->y[c * a->y_stride + i * a->y_apart] = sums[i];
+}
+
+/* Asks for `bytes` of each row from `at` on, `ahead` early. */
+INLINE void fetch_rows(const struct narrow *a, size_t at, size_t bytes)
+{
+	UNROLL
+	for (size_t r = 0; r < 4; r++)
+		fetch(a->w[r] + at + a->ahead, bytes);
 }
 
 /* Four vectors to one whose lane i adds up to what vector i does. */
@@ -274,7 +287,7 @@ INLINE void narrow_supers(enum quant_type type, size_t cols, const struct narrow
 		struct supers s = unpack_heads(type, a->w, at);
 		__m512i sum[NARROW_COLS][4] = { 0 };
 
-		fetch(a->ahead + 4 * at, 4 * block_bytes(type));
+		fetch_rows(a, at, block_bytes(type));
 		UNROLL
 		for (size_t pair = 0; pair < 2; pair++) {
 			__m512i v[NARROW_COLS][2];
@@ -369,7 +382,7 @@ INLINE void narrow_blocks(enum quant_type type, size_t cols, const struct narrow
 	size_t i = 0;
 
 	for (; i + 4 <= a->n / QK_0; i += 4) {
-		fetch(a->ahead + 4 * i * block_bytes(type), 16 * block_bytes(type));
+		fetch_rows(a, i * block_bytes(type), 4 * block_bytes(type));
 		narrow_four_blocks(type, cols, a, i, 4, acc);
 	}
 	if (i < a->n / QK_0)
@@ -419,7 +432,7 @@ INLINE void narrow_elems(enum quant_type type, size_t cols, const struct narrow 
 	size_t i = 0;
 
 	for (; i + 16 <= a->n; i += 16) {
-		fetch(a->ahead + 4 * i * bytes, 4 * 16 * bytes);
+		fetch_rows(a, i * bytes, 16 * bytes);
 		narrow_16_elems(type, cols, a, i, 16, acc);
 	}
 	if (i < a->n)
@@ -436,30 +449,35 @@ struct kernels {
 	size_t wide_from;
 };
 
-/* Columns from c0 on. A few rows stay in the first cache while they pass by. */
+/*
+ * Columns from c0 on. Of the rows four quarters pass by side by side: memory delivers four long streams
+ * faster than one, and faster than four that jump over each other's rows every few hundred bytes, as
+ * neighbours would. A few rows of each stay in the first cache while all columns pass by.
+ */
 static void narrow(const struct kernels *k, const struct avx512_product *p, size_t c0,
 		   const struct cpu_tiles *tiles)
 {
 	const size_t cols = MIN((size_t)tiles->reg_cols, (size_t)NARROW_COLS);
-	const size_t n_rows = ALIGN_UP((size_t)tiles->l1_rows, 4u);
+	const size_t n_rows = MAX(tiles->l1_rows / 4u, 1u), apart = (p->n_rows + 3) / 4;
 
-	for (size_t r0 = 0; r0 < p->n_rows; r0 += n_rows) {
-		size_t r1 = MIN(r0 + n_rows, p->n_rows), group;
+	for (size_t r0 = 0; r0 < apart; r0 += n_rows) {
+		size_t r1 = MIN(r0 + n_rows, apart), group;
 
 		for (size_t c = c0; c < p->n_cols; c += group) {
 			group = MIN(cols, p->n_cols - c);
-			for (size_t r = r0; r < r1; r += 4) {
-				struct narrow a = { .ahead = p->w + r * p->w_stride,
+			for (size_t r = r0; r < r1; r++) {
+				struct narrow a = { .ahead = c == c0 ? FETCH_AHEAD : 0,
 						    .act = p->act + c * p->act_stride,
 						    .act_stride = p->act_stride,
 						    .n = p->n,
 						    .y = p->y + c * p->y_stride + r,
 						    .y_stride = p->y_stride,
-						    .n_rows = MIN(r1 - r, (size_t)4) };
+						    .y_apart = apart };
 
-				if (c == c0)
-					a.ahead += MAX(4 * p->w_stride, (size_t)FETCH_AHEAD);
-				avx512_rows(p, r, a.w);
+				for (; a.n_rows < 4 && r + a.n_rows * apart < p->n_rows; a.n_rows++)
+					a.w[a.n_rows] = p->w + (r + a.n_rows * apart) * p->w_stride;
+				for (size_t i = a.n_rows; i < 4; i++)
+					a.w[i] = a.w[0];
 				k->narrow[group - 1](&a);
 			}
 		}

@@ -379,6 +379,13 @@ static void wide_store(const struct avx512_product *p, const __m512 *sums, size_
 	}
 }
 
+/* Rows from r on; beyond the last one that one again. */
+static void four_rows(const struct avx512_product *p, size_t r, const uint8_t *rows[4])
+{
+	for (size_t i = 0; i < 4; i++)
+		rows[i] = p->w + (r + i < p->n_rows ? r + i : p->n_rows - 1) * p->w_stride;
+}
+
 /* TILE_ROWS rows and all groups of a chunk. */
 static void wide_tile(const struct kernels *k, const struct avx512_product *p, size_t r,
 		      size_t elem0, size_t n, const struct wide_cols *x, size_t n_vecs, __m512 *sums)
@@ -388,7 +395,7 @@ static void wide_tile(const struct kernels *k, const struct avx512_product *p, s
 	for (size_t i = 0; i < TILE_ROWS; i += 4) {
 		const uint8_t *from[4];
 
-		avx512_rows(p, r + i, from);
+		four_rows(p, r + i, from);
 		k->unpack(from, elem0, n, rows + i);
 	}
 	for (size_t v = 0; v < n_vecs; v += 2) {

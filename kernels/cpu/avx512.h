@@ -31,13 +31,6 @@ struct avx512_product {
 	size_t y_stride;
 };
 
-/* Rows from r on; beyond the last one that one again. */
-INLINE void avx512_rows(const struct avx512_product *p, size_t r, const uint8_t *rows[4])
-{
-	for (size_t i = 0; i < 4; i++)
-		rows[i] = p->w + (r + i < p->n_rows ? r + i : p->n_rows - 1) * p->w_stride;
-}
-
 /* All columns; a last group of fewer than sixteen takes as long as sixteen. */
 void avx512_wide_q8_0(const struct avx512_product *p);
 void avx512_wide_q4_0(const struct avx512_product *p);
