@@ -5,14 +5,16 @@
  * Owned by backend-cpu; pool_run() is called by the engine thread only. Refuses to know what a
  * piece is; pieces must not wait for each other.
  *
- * A loop is published by storing the number of its pieces in `left`. Whoever lowers `left` by one
- * owns piece n - left (its value before), and until that piece is counted off in `unfinished` the
- * loop cannot end: only then are n, fn and arg read by a worker or written by pool_run(). So nobody
- * waits for a worker that has taken nothing, and a late one that takes a piece simply works for the
- * loop of the day. `epoch` only wakes: it moves with every loop.
+ * A loop is published by giving every thread its share of the pieces, a range in one word: the thread takes the first of its own, in
+ * order, so that it streams through memory, and then, when nothing is left, the last of others'. Whoever takes a piece off a range owns
+ * it, and until it is counted off in `unfinished` the loop cannot end: only then are fn and arg read by a worker or written by
+ * pool_run(). So nobody waits for a worker that has taken nothing, and a late one that takes a piece simply works for the loop of the
+ * day. `epoch` only wakes: it moves with every loop.
  *
  * A worker whose core somebody else wants is descheduled for milliseconds with a piece in its hands, again and again, and all wait for
  * it: then one thread fewer is faster. Who is found late is sent away, sleeps on its own word and is called back by the caller.
+ *
+ * Who waits for a loop's beginning or end asks for what it will read next meanwhile: memory does not idle with it.
  */
 #include "kernels/cpu/pool.h"
 
@@ -28,10 +30,15 @@
 #include <sys/syscall.h>
 
 /*
- * Pauses before a thread parks: 2-10 us, as a pause takes 10 to 40 ns. The gap between two loops of
- * a step is shorter than that, and a wake through the kernel costs more.
+ * Before a thread parks. The gap between two loops of a step is shorter than that, and a wake through the kernel costs the sleeper more
+ * than it costs the waker.
  */
-#define SPIN_PAUSES 250
+#define SPIN_US     30
+#define SPIN_PAUSES 32 /* between looks at the clock: a pause takes 10 to 40 ns */
+
+/* Lines that a waiting thread asks for before it looks whether its wait is over. */
+#define FETCH_LINES 8
+#define LINE_BYTES  64
 
 /*
  * A descheduled thread is back after one slice of another's, 3 ms and more; no loop is that uneven. Short absences at first: most that
@@ -41,7 +48,8 @@
 #define AWAY_US     10000
 #define AWAY_FACTOR 16
 
-struct worker {
+/* The caller is the first one; of it there are only the pieces and what it will read. */
+struct member {
 	struct pool *pool;
 	unsigned index;
 	pthread_t thread;
@@ -50,24 +58,45 @@ struct worker {
 	atomic_uint away; /* futex of this worker: 1 while it is left out */
 	/* the caller's: when it may come back, when it last did, and how long it was away */
 	uint64_t until_us, back_us, away_us;
+	/* Hints, which a prefetch may get wrong: no order between the two. */
+	atomic_uintptr_t will_read;
+	atomic_size_t will_read_bytes;
+	/* Pieces that nobody has taken: see range(). */
+	atomic_uint_least64_t pieces __attribute__((aligned(64)));
 } __attribute__((aligned(64)));
 
 struct pool {
-	atomic_size_t left, unfinished;
+	atomic_size_t unfinished;
 	atomic_uint epoch;        /* futex of the workers */
 	atomic_uint n_parked;     /* workers that sleep on epoch, or are about to */
 	atomic_uint caller_waits; /* futex of the caller: 1 while it sleeps or is about to */
 	atomic_bool quit;
 
-	size_t n; /* these three: see the head of the file */
-	void (*fn)(void *arg, size_t i, unsigned thread);
+	void (*fn)(void *arg, size_t i, unsigned thread); /* these two: see the head of the file */
 	void *arg;
 
 	atomic_uint n_away; /* written by the caller */
 	uint64_t late_us, first_away_us;
-	unsigned n_workers;
-	struct worker workers[];
+	unsigned n_threads; /* that members has room for */
+	unsigned n_workers; /* that were made: the caller's */
+	struct member members[];
 };
+
+/* Pieces from..to-1 as one word. */
+static uint64_t range(size_t from, size_t to)
+{
+	return (uint64_t)from << 32 | to;
+}
+
+static uint32_t range_from(uint64_t r)
+{
+	return (uint32_t)(r >> 32);
+}
+
+static uint32_t range_to(uint64_t r)
+{
+	return (uint32_t)r;
+}
 
 static void cpu_relax(void)
 {
@@ -93,39 +122,88 @@ static void futex_wake(atomic_uint *word, int n)
 	syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
 }
 
+/*
+ * The next piece of its own, or the last one of another's. Acquire pairs with the store of pool_run(), of which every later value of a
+ * range is a part.
+ */
+static bool take(struct pool *p, unsigned thread, size_t *ret)
+{
+	for (unsigned k = 0; k < p->n_threads; k++) {
+		struct member *m = &p->members[(thread + k) % p->n_threads];
+		uint64_t r = atomic_load_explicit(&m->pieces, memory_order_relaxed);
+
+		while (range_from(r) < range_to(r)) {
+			uint64_t rest = k == 0 ? range(range_from(r) + (size_t)1, range_to(r))
+					       : range(range_from(r), range_to(r) - (size_t)1);
+
+			if (!atomic_compare_exchange_weak_explicit(
+				    &m->pieces, &r, rest, memory_order_acquire, memory_order_relaxed))
+				continue;
+			*ret = k == 0 ? range_from(r) : range_to(rest);
+			return true;
+		}
+	}
+	return false;
+}
+
 /* Returns how many pieces it did. */
 static size_t work(struct pool *p, unsigned thread)
 {
-	size_t left = atomic_load_explicit(&p->left, memory_order_relaxed), n = 0;
-	struct worker *w = thread > 0 ? &p->workers[thread - 1] : NULL;
+	struct member *m = &p->members[thread];
+	size_t i, n = 0;
 
-	while (left > 0 && !(w && atomic_load_explicit(&w->away, memory_order_relaxed))) {
-		/*
-		 * Acquire pairs with the store of pool_run(), of which every later value is a part.
-		 */
-		if (!atomic_compare_exchange_weak_explicit(&p->left, &left, left - 1,
-							   memory_order_acquire, memory_order_relaxed))
-			continue;
-		if (w)
-			atomic_store_explicit(&w->busy, true, memory_order_relaxed);
-		p->fn(p->arg, p->n - left, thread);
-		if (w)
-			atomic_store_explicit(&w->busy, false, memory_order_relaxed);
+	while (!atomic_load_explicit(&m->away, memory_order_relaxed) && take(p, thread, &i)) {
+		if (thread > 0)
+			atomic_store_explicit(&m->busy, true, memory_order_relaxed);
+		p->fn(p->arg, i, thread);
+		if (thread > 0)
+			atomic_store_explicit(&m->busy, false, memory_order_relaxed);
 		n++;
 		if (atomic_fetch_sub(&p->unfinished, 1) == 1 && atomic_exchange(&p->caller_waits, 0))
 			futex_wake(&p->caller_waits, 1);
-		left = atomic_load_explicit(&p->left, memory_order_relaxed);
 	}
 	return n;
 }
 
-static void wait_for_epoch(struct pool *p, unsigned seen)
+/* Asks for a little of what the thread will read next; false: there is nothing to ask for. */
+static bool fetch_some(struct member *m)
 {
-	for (unsigned i = 0; i < SPIN_PAUSES; i++) {
+	size_t bytes = atomic_load_explicit(&m->will_read_bytes, memory_order_relaxed);
+	uintptr_t from = atomic_load_explicit(&m->will_read, memory_order_relaxed);
+	size_t n = MIN(bytes, (size_t)(FETCH_LINES * LINE_BYTES));
+
+	if (bytes == 0)
+		return false;
+	for (size_t i = 0; i < n; i += LINE_BYTES)
+		__builtin_prefetch((const char *)from + i, 0, 2);
+	atomic_store_explicit(&m->will_read, from + n, memory_order_relaxed);
+	atomic_store_explicit(&m->will_read_bytes, bytes - n, memory_order_relaxed);
+	return true;
+}
+
+/* One turn of a wait for something that is likely to come soon; false: it has taken too long. */
+static bool spin(struct member *m, uint64_t *end_us)
+{
+	uint64_t now;
+
+	if (fetch_some(m))
+		return true;
+	for (unsigned i = 0; i < SPIN_PAUSES; i++)
+		cpu_relax();
+	now = now_us();
+	if (*end_us == 0)
+		*end_us = now + SPIN_US;
+	return now < *end_us;
+}
+
+static void wait_for_epoch(struct pool *p, struct member *m, unsigned seen)
+{
+	uint64_t end_us = 0;
+
+	do {
 		if (atomic_load_explicit(&p->epoch, memory_order_relaxed) != seen)
 			return;
-		cpu_relax();
-	}
+	} while (spin(m, &end_us));
 
 	/* Either pool_run() sees the count, or the kernel sees the new epoch. */
 	atomic_fetch_add(&p->n_parked, 1);
@@ -136,7 +214,7 @@ static void wait_for_epoch(struct pool *p, unsigned seen)
 
 static void *worker_main(void *arg)
 {
-	struct worker *w = arg;
+	struct member *w = arg;
 	struct pool *p = w->pool;
 
 	atomic_store(&w->tid, (int)syscall(SYS_gettid));
@@ -150,7 +228,7 @@ static void *worker_main(void *arg)
 			continue;
 		}
 		work(p, w->index);
-		wait_for_epoch(p, seen);
+		wait_for_epoch(p, w, seen);
 	}
 }
 
@@ -158,10 +236,10 @@ static void next_epoch(struct pool *p, size_t wanted)
 {
 	atomic_fetch_add(&p->epoch, 1);
 	if (atomic_load(&p->n_parked) > 0)
-		futex_wake(&p->epoch, (int)MIN(wanted, (size_t)p->n_workers));
+		futex_wake(&p->epoch, (int)MIN(wanted, (size_t)p->n_threads - 1));
 }
 
-static void call_back(struct pool *p, struct worker *w)
+static void call_back(struct pool *p, struct member *w)
 {
 	atomic_store(&w->away, 0);
 	futex_wake(&w->away, 1);
@@ -170,9 +248,9 @@ static void call_back(struct pool *p, struct worker *w)
 
 static void call_back_due(struct pool *p, uint64_t now)
 {
-	for (unsigned i = 0;
-	     i < p->n_workers && atomic_load_explicit(&p->n_away, memory_order_relaxed) > 0; i++) {
-		struct worker *w = &p->workers[i];
+	for (unsigned i = 1;
+	     i < p->n_threads && atomic_load_explicit(&p->n_away, memory_order_relaxed) > 0; i++) {
+		struct member *w = &p->members[i];
 
 		if (!atomic_load(&w->away) || now < w->until_us)
 			continue;
@@ -186,8 +264,8 @@ static void send_late_away(struct pool *p)
 {
 	uint64_t now = now_us();
 
-	for (unsigned i = 0; i < p->n_workers; i++) {
-		struct worker *w = &p->workers[i];
+	for (unsigned i = 1; i < p->n_threads; i++) {
+		struct member *w = &p->members[i];
 		bool again = w->back_us > 0 && now - w->back_us < AWAY_FACTOR * p->first_away_us;
 
 		if (!atomic_load_explicit(&w->busy, memory_order_relaxed) || atomic_load(&w->away))
@@ -203,16 +281,14 @@ static void send_late_away(struct pool *p)
 /* late_us: how long is too long. */
 static void wait_for_end(struct pool *p, uint64_t late_us)
 {
-	uint64_t start;
+	uint64_t start = now_us(), end_us = start + SPIN_US;
 
-	for (unsigned i = 0; i < SPIN_PAUSES; i++) {
+	do {
 		if (atomic_load(&p->unfinished) == 0)
 			return;
-		cpu_relax();
-	}
+	} while (spin(&p->members[0], &end_us));
 
 	/* Either we see the last piece counted off, or its thread sees that we wait. */
-	start = now_us();
 	for (;;) {
 		atomic_store(&p->caller_waits, 1);
 		if (atomic_load(&p->unfinished) == 0)
@@ -235,16 +311,16 @@ struct pool *pool_new(unsigned n_threads, const cpu_set_t *cpus)
 
 	assert(n_threads >= 1);
 
-	if (!mul_ok(n_threads - 1, sizeof(struct worker), &bytes) ||
-	    !add_ok(bytes, sizeof(*p), &bytes)) {
+	if (!mul_ok(n_threads, sizeof(struct member), &bytes) || !add_ok(bytes, sizeof(*p), &bytes)) {
 		errno = ENOMEM;
 		return NULL;
 	}
-	/* For the alignment of the workers, which keeps their words out of each other's lines. */
+	/* For the alignment of the members, which keeps their words out of each other's lines. */
 	p = aligned_alloc(_Alignof(struct pool), ALIGN_UP(bytes, _Alignof(struct pool)));
 	if (!p)
 		return NULL;
 	memset(p, 0, bytes);
+	p->n_threads = n_threads;
 	pool_set_patience(p, LATE_US, AWAY_US);
 
 	/* Signals are the loop thread's business. */
@@ -252,11 +328,11 @@ struct pool *pool_new(unsigned n_threads, const cpu_set_t *cpus)
 	/* But for a page of the model that cannot be read: the handler of daemon/model/guard.c runs on the thread that touched it. */
 	sigdelset(&all, SIGBUS);
 	pthread_sigmask(SIG_SETMASK, &all, &old);
-	for (unsigned i = 0; i < n_threads - 1 && r == 0; i++) {
-		struct worker *w = &p->workers[i];
+	for (unsigned i = 1; i < n_threads && r == 0; i++) {
+		struct member *w = &p->members[i];
 
 		w->pool = p;
-		w->index = i + 1;
+		w->index = i;
 		r = pthread_create(&w->thread, NULL, worker_main, w);
 		if (r == 0) {
 			p->n_workers++;
@@ -281,19 +357,19 @@ struct pool *pool_free(struct pool *p)
 		return NULL;
 
 	atomic_store(&p->quit, true);
-	for (unsigned i = 0; i < p->n_workers; i++)
-		if (atomic_load(&p->workers[i].away))
-			call_back(p, &p->workers[i]);
+	for (unsigned i = 1; i <= p->n_workers; i++)
+		if (atomic_load(&p->members[i].away))
+			call_back(p, &p->members[i]);
 	next_epoch(p, p->n_workers);
-	for (unsigned i = 0; i < p->n_workers; i++)
-		pthread_join(p->workers[i].thread, NULL);
+	for (unsigned i = 1; i <= p->n_workers; i++)
+		pthread_join(p->members[i].thread, NULL);
 	free(p);
 	return NULL;
 }
 
 unsigned pool_n_threads(const struct pool *p)
 {
-	return p->n_workers + 1;
+	return p->n_threads;
 }
 
 unsigned pool_n_away(const struct pool *p)
@@ -327,12 +403,48 @@ uint64_t pool_major_faults(const struct pool *p)
 
 	if (getrusage(RUSAGE_THREAD, &usage) == 0)
 		sum = (uint64_t)usage.ru_majflt;
-	for (unsigned i = 0; i < p->n_workers; i++) {
-		int tid = atomic_load(&p->workers[i].tid);
+	for (unsigned i = 1; i < p->n_threads; i++) {
+		int tid = atomic_load(&p->members[i].tid);
 
 		sum += tid > 0 ? major_faults_of(tid) : 0;
 	}
 	return sum;
+}
+
+/* The first piece of a share, of n that are cut for n_shares: of share n_shares it is n. */
+static size_t first_piece(size_t n, unsigned share, unsigned n_shares)
+{
+	return (size_t)((uint64_t)n * share / n_shares);
+}
+
+size_t pool_first_piece(const struct pool *p, size_t n, unsigned thread)
+{
+	return first_piece(n, thread, p->n_threads);
+}
+
+void pool_will_read(struct pool *p, unsigned thread, const void *from, size_t bytes)
+{
+	struct member *m = &p->members[thread];
+
+	atomic_store_explicit(&m->will_read, (uintptr_t)from, memory_order_relaxed);
+	atomic_store_explicit(&m->will_read_bytes, bytes, memory_order_relaxed);
+}
+
+/* Who is away has no share. */
+static void deal(struct pool *p, size_t n)
+{
+	unsigned n_shares = p->n_threads - atomic_load_explicit(&p->n_away, memory_order_relaxed), k = 0;
+
+	for (unsigned i = 0; i < p->n_threads; i++) {
+		struct member *m = &p->members[i];
+
+		if (atomic_load_explicit(&m->away, memory_order_relaxed))
+			continue;
+		atomic_store_explicit(&m->pieces,
+				      range(first_piece(n, k, n_shares), first_piece(n, k + 1, n_shares)),
+				      memory_order_release);
+		k++;
+	}
 }
 
 void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned thread), void *arg)
@@ -340,23 +452,23 @@ void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned
 	uint64_t start;
 	size_t n_own;
 
-	if (n <= 1 || p->n_workers == 0) {
+	if (n <= 1 || p->n_threads == 1) {
 		for (size_t i = 0; i < n; i++)
 			fn(arg, i, 0);
 		return;
 	}
 
+	assert(n <= UINT32_MAX);
 	assert(atomic_load(&p->unfinished) == 0); /* else nested, or called from two threads */
 
 	start = now_us();
 	if (atomic_load_explicit(&p->n_away, memory_order_relaxed) > 0)
 		call_back_due(p, start);
 
-	p->n = n;
 	p->fn = fn;
 	p->arg = arg;
 	atomic_store(&p->unfinished, n);
-	atomic_store_explicit(&p->left, n, memory_order_release);
+	deal(p, n);
 	next_epoch(p, n - 1);
 
 	n_own = work(p, 0);
