@@ -449,35 +449,47 @@ struct kernels {
 	size_t wide_from;
 };
 
+/* The four rows r, apart from each other; fewer where there are none, and then the first stands for them. */
+INLINE void set_rows(struct narrow *a, const struct avx512_product *p, size_t r, size_t apart)
+{
+	a->n_rows = 0;
+	for (; a->n_rows < 4 && r + a->n_rows * apart < p->n_rows; a->n_rows++)
+		a->w[a->n_rows] = p->w + (r + a->n_rows * apart) * p->w_stride;
+	for (size_t i = a->n_rows; i < 4; i++)
+		a->w[i] = a->w[0];
+}
+
 /*
  * Columns from c0 on. Of the rows four quarters pass by side by side: memory delivers four long streams
  * faster than one, and faster than four that jump over each other's rows every few hundred bytes, as
- * neighbours would. A few rows of each stay in the first cache while all columns pass by.
+ * neighbours would. A few rows of each stay in the first cache while all columns pass by. What is beyond
+ * the end of a quarter has been read already, but the rows behind all four are likely to be next.
  */
 static void narrow(const struct kernels *k, const struct avx512_product *p, size_t c0,
 		   const struct cpu_tiles *tiles)
 {
 	const size_t cols = MIN((size_t)tiles->reg_cols, (size_t)NARROW_COLS);
 	const size_t n_rows = MAX(tiles->l1_rows / 4u, 1u), apart = (p->n_rows + 3) / 4;
+	const size_t near = MIN((size_t)FETCH_AHEAD, apart * p->w_stride);
+	struct narrow a = {
+		.act_stride = p->act_stride, .n = p->n, .y_stride = p->y_stride, .y_apart = apart
+	};
 
+	set_rows(&a, p, 0, apart);
+	for (size_t i = 0; i < near; i += 64)
+		fetch_rows(&a, i, 64);
 	for (size_t r0 = 0; r0 < apart; r0 += n_rows) {
 		size_t r1 = MIN(r0 + n_rows, apart), group;
 
 		for (size_t c = c0; c < p->n_cols; c += group) {
 			group = MIN(cols, p->n_cols - c);
+			a.act = p->act + c * p->act_stride;
 			for (size_t r = r0; r < r1; r++) {
-				struct narrow a = { .ahead = c == c0 ? FETCH_AHEAD : 0,
-						    .act = p->act + c * p->act_stride,
-						    .act_stride = p->act_stride,
-						    .n = p->n,
-						    .y = p->y + c * p->y_stride + r,
-						    .y_stride = p->y_stride,
-						    .y_apart = apart };
-
-				for (; a.n_rows < 4 && r + a.n_rows * apart < p->n_rows; a.n_rows++)
-					a.w[a.n_rows] = p->w + (r + a.n_rows * apart) * p->w_stride;
-				for (size_t i = a.n_rows; i < 4; i++)
-					a.w[i] = a.w[0];
+				a.y = p->y + c * p->y_stride + r;
+				a.ahead = c == c0 ? near : 0;
+				if (a.ahead > 0 && (apart - r) * p->w_stride <= near)
+					a.ahead += (p->n_rows - apart) * p->w_stride;
+				set_rows(&a, p, r, apart);
 				k->narrow[group - 1](&a);
 			}
 		}
