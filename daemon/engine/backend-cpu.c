@@ -25,7 +25,7 @@
  * better, and one of them is still short beside the time that a thread may lose its core for. With many columns a piece takes long
  * anyway.
  */
-#define PIECE_BYTES          1048576
+#define PIECE_BYTES          4194304
 #define PIECE_BYTES_MANY     262144
 #define MANY_COLS            16
 /* Smaller pieces when a loop has few, for the balance of its end, ... */
