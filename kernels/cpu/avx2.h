@@ -102,6 +102,14 @@ INLINE float load_1(enum quant_type type, const void *p)
 	return type == QUANT_F16 ? _cvtsh_ss(h) : bf16_to_float(h);
 }
 
+/* Asks for bytes that are used later; whether they exist does not matter. */
+INLINE void fetch(const uint8_t *p, size_t bytes)
+{
+	UNROLL
+	for (size_t i = 0; i < bytes; i += 64)
+		__builtin_prefetch(p + i);
+}
+
 /* The address of element i. */
 INLINE const uint8_t *elem(enum quant_type type, const void *p, size_t i)
 {

@@ -71,14 +71,6 @@ INLINE __mmask16 first_lanes(size_t n)
 	return (__mmask16)(n < 16 ? (1u << n) - 1 : 0xffffu);
 }
 
-/* Asks for bytes that are used later; whether they exist does not matter. */
-INLINE void fetch(const uint8_t *p, size_t bytes)
-{
-	UNROLL
-	for (size_t i = 0; i < bytes; i += 64)
-		__builtin_prefetch(p + i);
-}
-
 /* What unpacking needs to know of a type; all of it constant where it is used. */
 
 INLINE size_t block_bytes(enum quant_type type)

@@ -433,7 +433,8 @@ void pool_will_read(struct pool *p, unsigned thread, const void *from, size_t by
 /* Who is away has no share. */
 static void deal(struct pool *p, size_t n)
 {
-	unsigned n_shares = p->n_threads - atomic_load_explicit(&p->n_away, memory_order_relaxed), k = 0;
+	unsigned n_shares = p->n_threads - atomic_load_explicit(&p->n_away, memory_order_relaxed),
+		 k = 0;
 
 	for (unsigned i = 0; i < p->n_threads; i++) {
 		struct member *m = &p->members[i];
