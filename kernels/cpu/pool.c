@@ -13,8 +13,6 @@
  *
  * A worker whose core somebody else wants is descheduled for milliseconds with a piece in its hands, again and again, and all wait for
  * it: then one thread fewer is faster. Who is found late is sent away, sleeps on its own word and is called back by the caller.
- *
- * Who waits for a loop's beginning or end asks for what it will read next meanwhile: memory does not idle with it.
  */
 #include "kernels/cpu/pool.h"
 
@@ -36,10 +34,6 @@
 #define SPIN_US     30
 #define SPIN_PAUSES 32 /* between looks at the clock: a pause takes 10 to 40 ns */
 
-/* Lines that a waiting thread asks for before it looks whether its wait is over. */
-#define FETCH_LINES 8
-#define LINE_BYTES  64
-
 /*
  * A descheduled thread is back after one slice of another's, 3 ms and more; no loop is that uneven. Short absences at first: most that
  * take a core once do not stay.
@@ -48,7 +42,7 @@
 #define AWAY_US     10000
 #define AWAY_FACTOR 16
 
-/* The caller is the first one; of it there are only the pieces and what it will read. */
+/* The caller is the first one; of it there are only the pieces. */
 struct member {
 	struct pool *pool;
 	unsigned index;
@@ -58,9 +52,6 @@ struct member {
 	atomic_uint away; /* futex of this worker: 1 while it is left out */
 	/* the caller's: when it may come back, when it last did, and how long it was away */
 	uint64_t until_us, back_us, away_us;
-	/* Hints, which a prefetch may get wrong: no order between the two. */
-	atomic_uintptr_t will_read;
-	atomic_size_t will_read_bytes;
 	/* Pieces that nobody has taken: see range(). */
 	atomic_uint_least64_t pieces __attribute__((aligned(64)));
 } __attribute__((aligned(64)));
@@ -165,45 +156,15 @@ static size_t work(struct pool *p, unsigned thread)
 	return n;
 }
 
-/* Asks for a little of what the thread will read next; false: there is nothing to ask for. */
-static bool fetch_some(struct member *m)
+static void wait_for_epoch(struct pool *p, unsigned seen)
 {
-	size_t bytes = atomic_load_explicit(&m->will_read_bytes, memory_order_relaxed);
-	uintptr_t from = atomic_load_explicit(&m->will_read, memory_order_relaxed);
-	size_t n = MIN(bytes, (size_t)(FETCH_LINES * LINE_BYTES));
+	uint64_t end_us = now_us() + SPIN_US;
 
-	if (bytes == 0)
-		return false;
-	for (size_t i = 0; i < n; i += LINE_BYTES)
-		__builtin_prefetch((const char *)from + i, 0, 2);
-	atomic_store_explicit(&m->will_read, from + n, memory_order_relaxed);
-	atomic_store_explicit(&m->will_read_bytes, bytes - n, memory_order_relaxed);
-	return true;
-}
-
-/* One turn of a wait for something that is likely to come soon; false: it has taken too long. */
-static bool spin(struct member *m, uint64_t *end_us)
-{
-	uint64_t now;
-
-	if (fetch_some(m))
-		return true;
-	for (unsigned i = 0; i < SPIN_PAUSES; i++)
-		cpu_relax();
-	now = now_us();
-	if (*end_us == 0)
-		*end_us = now + SPIN_US;
-	return now < *end_us;
-}
-
-static void wait_for_epoch(struct pool *p, struct member *m, unsigned seen)
-{
-	uint64_t end_us = 0;
-
-	do {
+	for (unsigned i = 1; i % SPIN_PAUSES != 0 || now_us() < end_us; i++) {
 		if (atomic_load_explicit(&p->epoch, memory_order_relaxed) != seen)
 			return;
-	} while (spin(m, &end_us));
+		cpu_relax();
+	}
 
 	/* Either pool_run() sees the count, or the kernel sees the new epoch. */
 	atomic_fetch_add(&p->n_parked, 1);
@@ -228,7 +189,7 @@ static void *worker_main(void *arg)
 			continue;
 		}
 		work(p, w->index);
-		wait_for_epoch(p, w, seen);
+		wait_for_epoch(p, seen);
 	}
 }
 
@@ -283,10 +244,11 @@ static void wait_for_end(struct pool *p, uint64_t late_us)
 {
 	uint64_t start = now_us(), end_us = start + SPIN_US;
 
-	do {
+	for (unsigned i = 1; i % SPIN_PAUSES != 0 || now_us() < end_us; i++) {
 		if (atomic_load(&p->unfinished) == 0)
 			return;
-	} while (spin(&p->members[0], &end_us));
+		cpu_relax();
+	}
 
 	/* Either we see the last piece counted off, or its thread sees that we wait. */
 	for (;;) {
@@ -415,19 +377,6 @@ uint64_t pool_major_faults(const struct pool *p)
 static size_t first_piece(size_t n, unsigned share, unsigned n_shares)
 {
 	return (size_t)((uint64_t)n * share / n_shares);
-}
-
-size_t pool_first_piece(const struct pool *p, size_t n, unsigned thread)
-{
-	return first_piece(n, thread, p->n_threads);
-}
-
-void pool_will_read(struct pool *p, unsigned thread, const void *from, size_t bytes)
-{
-	struct member *m = &p->members[thread];
-
-	atomic_store_explicit(&m->will_read, (uintptr_t)from, memory_order_relaxed);
-	atomic_store_explicit(&m->will_read_bytes, bytes, memory_order_relaxed);
 }
 
 /* Who is away has no share. */

@@ -29,12 +29,5 @@ unsigned pool_n_away(const struct pool *p); /* how many of them are left out at 
 void pool_set_patience(struct pool *p, uint64_t late_us, uint64_t away_us);
 /* Calls fn(arg, i, thread) for every i in [0, n), n < 2^32, thread < pool_n_threads(); returns when all are done. Nesting is a bug. */
 void pool_run(struct pool *p, size_t n, void (*fn)(void *arg, size_t i, unsigned thread), void *arg);
-/* Where the thread will begin in a loop of n pieces, unless somebody is left out. */
-size_t pool_first_piece(const struct pool *p, size_t n, unsigned thread);
-/*
- * What the thread will read first in the loop after the next one: it asks the memory for it while it has to wait for others. No more than a
- * hint: bytes need not be mapped, and nothing is read.
- */
-void pool_will_read(struct pool *p, unsigned thread, const void *from, size_t bytes);
 /* Major page faults that the calling thread and the workers have ever taken: each one was a wait for the disk in the middle of arithmetic. */
 uint64_t pool_major_faults(const struct pool *p);
