@@ -8,6 +8,9 @@ with its weights copied to an interleaved layout (repack) and without (mmap); ea
 Then the kernels, in GB/s beside what memory streams.
 
 What is run does everything twice, and the second time counts, but for the first token. A figure is the median of the rounds.
+What memory streams is measured right before and after every run of `decode`, because it changes: a virtual machine is moved
+between cores that share a path to memory and cores that do not. bandwidth_share compares a run with the better of its two, and
+a run between which memory changed is repeated.
 Writes BUILD_DIR/bench/cpu.json with every number. Some ten minutes. Exit status 0 when it ran; with --check, 1 when a figure
 misses what it must have, or could not be measured; 77: no model can be made here.
 """
@@ -41,11 +44,13 @@ FIRST_PROMPT = "The first"
 OTHERS_PERCENT = 8  # of all processors: more is no quiet machine
 QUIET_WAIT_S, QUIET_LOOK_S = 180, 2  # in all; each
 REPEATS = 6  # of runs that others disturbed, in all
+STEADY = 0.85  # what memory streams after a run / before it, or the other way round: less is another machine
+STREAM_MB = 512
 MODES = {"mmap": ["--load", "mmap", "--no-repack"], "repack": ["--load", "mmap"]}
 
 # key: (least or most, bound, goal, part, what)
 FIGURES = {
-    "bandwidth_share": ("least", 0.90, 0.95, "decode", "decode: weight bytes a token x tok/s / streaming read"),
+    "bandwidth_share": ("least", 0.90, 0.95, "decode", "decode: weight bytes a token x tok/s / streaming read beside it"),
     "decode_ratio": ("least", 1.03, 1.08, "decode", "decode: tok/s, residentd / llama.cpp"),
     "prefill512_ratio": ("least", 1.4, 1.8, "decode", "same, prompt of 512 tokens"),
     "prefill128_ratio": ("least", 1.4, 1.8, "prefill128", "same, prompt of 128 tokens"),
@@ -299,7 +304,7 @@ class Bench:
         self.model = os.path.abspath(args.model or os.path.join(self.directory, "models/slice-8-0.4-1.gguf"))
         self.sizes = QUICK if args.quick else SIZES
         self.parts = {FIGURES[key][3] for key in args.only if key in FIGURES}
-        self.runs, self.why, self.streaming, self.disturbed = {}, {}, [], 0
+        self.runs, self.why, self.disturbed = {}, {}, 0
         self.machine, self.kernels, self.token_bytes, self.weights = machine(), None, 0, 0
         self.quiet_left, self.waited, self.quiet = (0 if args.quick else QUIET_WAIT_S), 0.0, True
         self.repeats_left = 0 if args.quick else REPEATS
@@ -378,16 +383,20 @@ class Bench:
             say("something else runs on this machine: the speeds mean little")
         self.quiet = self.quiet and quiet
 
-    def measure_memory(self, when):
+    def stream_gb_s(self):
         if self.membw:
-            p = subprocess.run([self.membw, "1024", str(self.args.threads)], capture_output=True, text=True, check=False)
+            p = subprocess.run([self.membw, str(STREAM_MB), str(self.args.threads)], capture_output=True, text=True, check=False)
             found = re.search(r"best ([\d.]+) GB/s", p.stdout)
-            speed = float(found[1]) if found else None
-        else:
-            speed = max(s["gb_s"] for s in self.bench_kernels("--memory")["streaming"])
-        if speed:
-            self.streaming.append(speed)
-            say(f"memory, {when}: {speed:.1f} GB/s")
+            if not found:
+                raise Missing("what memory streams could not be measured")
+            return float(found[1])
+        return max(s["gb_s"] for s in self.bench_kernels("--memory")["streaming"])
+
+    def beside_memory(self, function, *args):
+        """What it returns, with what memory streams before and after."""
+        before = self.stream_gb_s()
+        result = function(*args)
+        return {**result, "streaming_gb_s": [before, self.stream_gb_s()]}
 
     def bench_kernels(self, *options):
         p = subprocess.run([os.path.join(self.build, "tests/bench/bench-kernels"), "--json", *options], capture_output=True,
@@ -395,6 +404,14 @@ class Bench:
         if p.returncode != 0:
             raise Missing(f"bench-kernels ended with {p.returncode}: {last_line(p.stderr)}")
         return json.loads(p.stdout)
+
+    def why_disturbed(self, result):
+        if result["others_percent"] > OTHERS_PERCENT:
+            return f"others used {result['others_percent']:.0f} % of the machine"
+        streaming = result.get("streaming_gb_s", [1])
+        if min(streaming) < STEADY * max(streaming):
+            return f"memory streamed {streaming[0]:.1f} GB/s before and {streaming[1]:.1f} after"
+        return None
 
     def one(self, part, who, function, *args):
         """Runs one, notes what it says, or why it says nothing: then it is not run again."""
@@ -404,19 +421,20 @@ class Bench:
         read_all(self.model)
         try:
             with Others() as others:
-                result = function(*args)
+                result = self.beside_memory(function, *args) if part == "decode" else function(*args)
         except FAILURES as e:
             self.why[name] = (str(e).splitlines() or [type(e).__name__])[0]
             self.runs.pop(name, None)
             say(f"  {name}: {self.why[name]}")
             return None
         result["others_percent"] = round(others.percent, 1)
-        if others.percent > OTHERS_PERCENT and self.repeats_left > 0:
+        why = self.why_disturbed(result)
+        if why and self.repeats_left > 0:
             self.repeats_left -= 1
-            say(f"  {name}: others used {others.percent:.0f} % of the machine; once more")
+            say(f"  {name}: {why}; once more")
             self.settle()
             return self.one(part, who, function, *args)
-        self.disturbed += others.percent > OTHERS_PERCENT
+        self.disturbed += why is not None
         self.runs.setdefault(name, []).append(result)
         say(f"  {name}: " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items()))
         return result
@@ -456,8 +474,6 @@ class Bench:
             say("reading the model into the page cache")
             read_all(self.model)
             self.settle()
-        if "decode" in self.parts:
-            self.measure_memory("before")
         for i in range(rounds):
             for part in "decode", "prefill128", "busy", "first":
                 if part not in self.parts:
@@ -465,10 +481,6 @@ class Bench:
                 say(f"round {i + 1} of {rounds}, {part}:")
                 self.settle()
                 getattr(self, part)(part)
-                if part == "decode" and i == rounds // 2:
-                    self.measure_memory("in the middle")
-        if "decode" in self.parts:
-            self.measure_memory("after")
         if "rss" in self.parts:
             say("memory of a full context:")
             self.rss("rss")
@@ -504,6 +516,13 @@ class Bench:
             raise Missing(why)
         return better(found, key=lambda mode: found[mode]["median"]), found
 
+    def streaming(self):
+        return [speed for name, runs in self.runs.items() if name.startswith("decode ")
+                for run in runs for speed in run["streaming_gb_s"]]
+
+    def shares(self, name, field):
+        return [run[field] * self.token_bytes / 1e9 / max(run["streaming_gb_s"]) for run in self.runs[name]]
+
     def figure(self, row, key, part, field):
         ours = self.values(f"{part} ours", field)
         row["ours"] = self.spread(ours)
@@ -514,12 +533,11 @@ class Bench:
             mode, found = self.best_mode(part, field)
             row["peer"] = {"mode": mode, **found[mode], "modes": found}
         if key == "bandwidth_share":
-            if not self.streaming:
-                raise Missing("what memory streams could not be measured")
-            row["streaming_gb_s"], row["token_bytes"] = self.streaming, self.token_bytes
-            each = [v * self.token_bytes / 1e9 / max(self.streaming) for v in ours]
+            row["token_bytes"] = self.token_bytes
+            each = self.shares("decode ours", field)
+            row["of_best"] = statistics.median(ours) * self.token_bytes / 1e9 / max(self.streaming())
             if row["peer"]:
-                row["peer"]["share"] = row["peer"]["median"] * self.token_bytes / 1e9 / max(self.streaming)
+                row["peer"]["share"] = statistics.median(self.shares(f"decode {row['peer']['mode']}", field))
             return each, statistics.median(each)
         if part == "rss":
             return ours, max(ours)
@@ -552,7 +570,7 @@ class Bench:
                 "machine": {**self.machine, "threads": self.args.threads, "quiet": self.quiet,
                             "disturbed_runs": self.disturbed},
                 "model": {"file": os.path.basename(self.model), "weight_bytes": self.weights, "token_bytes": self.token_bytes},
-                "rounds": self.args.rounds, "quick": self.args.quick, "streaming_gb_s": self.streaming,
+                "rounds": self.args.rounds, "quick": self.args.quick, "streaming_gb_s": self.streaming(),
                 "kernels": self.kernels, "runs": self.runs}
 
 
@@ -578,6 +596,11 @@ def print_figures(table):
         print(f"{key:21} {shown(row['measured']):>9} {shown(row['min']):>8} {shown(row['max']):>8} "
               f"{shown(ours.get('median')):>8} {shown(peer.get('median')):>8} {peer.get('mode', '-'):>7} {bound:>9} {goal:>5}  "
               f"{met(row)}")
+
+
+def print_memory(row, streaming):
+    print(f"\nMemory streamed {min(streaming):.1f} to {max(streaming):.1f} GB/s beside the runs of decode; "
+          f"against the best of all bandwidth_share is {row['of_best']:.3f}.")
 
 
 def print_kernels(kernels):
@@ -652,10 +675,12 @@ def main():
           f"{args.threads} threads, median of {args.rounds}" + ("; QUICK: no figure means anything" if args.quick else ""))
     if table:
         print_figures(table)
+    if "of_best" in table.get("bandwidth_share", {}):
+        print_memory(table["bandwidth_share"], result["streaming_gb_s"])
     if bench.kernels:
         print_kernels(bench.kernels)
     if bench.disturbed or not bench.quiet:
-        print(f"\nNot a quiet machine: others used more than {OTHERS_PERCENT} % of it in {bench.disturbed} runs.")
+        print(f"\nNot a quiet machine: in {bench.disturbed} runs others used more than {OTHERS_PERCENT} % of it, or memory changed.")
     print(f"\nevery number: {path}")
     sys.exit(1 if args.check and not all(row["pass"] for row in table.values()) else 0)
 
