@@ -3,7 +3,8 @@
 """The engine on the CPU beside llama.cpp, in the same run: what `make bench` prints.
 
 Sets up the peer (npm) and makes the slice model (4.8 GB: eight layers of the real shape of Qwen3.5-35B-A3B, Q4_K_M) where they
-are missing, waits until nothing else runs, and runs both in turns, with the model in the page cache. llama.cpp runs in two modes,
+are missing, waits until nothing else runs, and runs both in turns, with the model in the page cache, where residentd has put it
+(in folios of 2 MiB, where the file system has them). llama.cpp runs in two modes,
 with its weights copied to an interleaved layout (repack) and without (mmap); each figure is compared with the better one.
 Then the kernels, in GB/s beside what memory streams.
 
@@ -66,7 +67,7 @@ SOURCES = {
     "rss_over_weights_mb": ("rss", "over_mb"),
 }
 # Prompt and answer of each part; quick: to see that it runs.
-SIZES = {"decode": (512, 64), "prefill128": (128, 0), "busy": (8, 24), "rss": (CONTEXT - 128, 16)}
+SIZES = {"decode": (512, 64), "prefill128": (128, 0), "busy": (8, 64), "rss": (CONTEXT - 128, 16)}
 QUICK = {"decode": (64, 8), "prefill128": (32, 0), "busy": (4, 4), "rss": (256, 4)}
 
 
@@ -137,8 +138,18 @@ def machine():
             "kernel": platform.release(), "system": platform.system(), "architecture": platform.machine()}
 
 
+def forget(path):
+    """Out of the page cache: what is still to be written first."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
 def read_all(path):
-    """Into the page cache: both engines find the file there."""
+    """Into the page cache: both engines find the file there. What is there stays as it is."""
     buffer = bytearray(8 << 20)
     with open(path, "rb", buffering=0) as f:
         while f.readinto(buffer):
@@ -260,6 +271,9 @@ class Ours:
         if not 1 <= usage["prompt_tokens"] <= 8:
             raise Missing(f"{FIRST_PROMPT!r} is {usage['prompt_tokens']} tokens")
         return {"first_s": took, "prompt_tokens": usage["prompt_tokens"]}
+
+    def warm_up(self):
+        self.bench(1, 0, "--fill")
 
     def first_bench(self, prompt):
         begun = time.monotonic()
@@ -468,11 +482,21 @@ class Bench:
         for mode in self.modes:
             self.one(part, mode, self.peer.memory, mode, *self.sizes[part])
 
+    def fill_page_cache(self):
+        """
+        As the service does when it starts with a cold cache, and not by reading: then the size of folios is a matter of chance, and
+        decoding differs by some percent. Both engines find the same.
+        """
+        say("bringing the model into the page cache")
+        forget(self.model)
+        self.ours.warm_up()
+        read_all(self.model)
+        self.machine["huge_file_bytes"] = memory_bytes("FileHugePages")
+
     def measure(self):
         begun, rounds = time.monotonic(), self.args.rounds
         if self.parts:
-            say("reading the model into the page cache")
-            read_all(self.model)
+            self.fill_page_cache()
             self.settle()
         for i in range(rounds):
             for part in "decode", "prefill128", "busy", "first":
