@@ -155,13 +155,13 @@ struct card *card_close(struct card *c)
 
 /* ---- memory of sequences ---- */
 
-static void *sequence_alloc(void *userdata, size_t bytes)
+/* The arena is one, and comes page by page; the rest are states. */
+static void *sequence_alloc(void *userdata, size_t bytes, bool at_once)
 {
 	struct card *c = userdata;
 	char *p = NULL;
 
-	/* The arena comes first, and is one. */
-	if (c->sequences.pages_taken) {
+	if (at_once) {
 		for (uint32_t i = 0;
 		     bytes <= c->sequences.state_bytes && i < c->sequences.n_states && !p; i++)
 			if (!c->sequences.state_taken[i]) {
@@ -169,7 +169,7 @@ static void *sequence_alloc(void *userdata, size_t bytes)
 				p = c->sequences.base + c->sequences.pages_bytes +
 				    i * c->sequences.state_bytes;
 			}
-	} else if (bytes <= c->sequences.pages_bytes) {
+	} else if (!c->sequences.pages_taken && bytes <= c->sequences.pages_bytes) {
 		c->sequences.pages_taken = true;
 		p = c->sequences.base;
 	}

@@ -13,6 +13,10 @@
 #include <assert.h>
 #include <sys/mman.h>
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
 struct kv_arena {
 	struct kv_memory memory;
 	char *mem;
@@ -40,14 +44,24 @@ static bool layout_sizes(struct kv_arena *a)
 	return true;
 }
 
-/* Anonymous memory: zero until it is touched, and given back page by page. */
-static void *host_alloc(void *userdata, size_t bytes)
+/*
+ * Anonymous memory: zero until it is touched, and given back page by page. What is used at once is made now: read before it is written,
+ * as recurrent state is, every page would be mapped twice, with a stop of the other threads in between.
+ */
+static void *host_alloc(void *userdata, size_t bytes, bool at_once)
 {
 	void *mem = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
 			 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
 	(void)userdata;
-	return mem == MAP_FAILED ? NULL : mem;
+	if (mem == MAP_FAILED)
+		return NULL;
+	/* Advice: a kernel that cannot leaves it to be touched. */
+	if (at_once) {
+		(void)madvise(mem, bytes, MADV_HUGEPAGE);
+		(void)madvise(mem, bytes, MADV_POPULATE_WRITE);
+	}
+	return mem;
 }
 
 static void host_free(void *userdata, void *p, size_t bytes)
@@ -104,7 +118,7 @@ int kv_arena_new_in(const struct kv_memory *memory, const struct kv_layout *l, b
 	a->n_pages = MIN(bytes_max / a->page_bytes, (size_t)UINT32_MAX);
 	a->free_list = malloc(a->n_pages * sizeof(*a->free_list));
 	a->refs = calloc(a->n_pages, sizeof(*a->refs));
-	a->mem = memory->alloc(memory->userdata, a->n_pages * a->page_bytes);
+	a->mem = memory->alloc(memory->userdata, a->n_pages * a->page_bytes, false);
 	if (!a->free_list || !a->refs || !a->mem) {
 		kv_arena_free(a);
 		return -ENOMEM;

@@ -62,7 +62,7 @@ static int recurrent_alloc(struct state *s, const struct model *m, struct kv_are
 
 	if (!mul_ok(m->recurrent_floats, sizeof(float), &bytes))
 		return -ENOMEM;
-	p = memory->alloc(memory->userdata, bytes);
+	p = memory->alloc(memory->userdata, bytes, true);
 	if (!p)
 		return -ENOSPC;
 	s->recurrent_bytes = bytes;
