@@ -42,7 +42,7 @@
 #define AWAY_US     10000
 #define AWAY_FACTOR 16
 
-/* The caller is the first one; of it there are only the pieces. */
+/* The caller is the first one, and never away. */
 struct member {
 	struct pool *pool;
 	unsigned index;
@@ -114,7 +114,7 @@ static void futex_wake(atomic_uint *word, int n)
 }
 
 /*
- * The next piece of its own, or the last one of another's. Acquire pairs with the store of pool_run(), of which every later value of a
+ * The next piece of its own, or the last one of another's. Acquire pairs with the store of deal(), of which every later value of a
  * range is a part.
  */
 static bool take(struct pool *p, unsigned thread, size_t *ret)
@@ -373,10 +373,10 @@ uint64_t pool_major_faults(const struct pool *p)
 	return sum;
 }
 
-/* The first piece of a share, of n that are cut for n_shares: of share n_shares it is n. */
+/* The first piece of a share, of n that are cut for n_shares: of share n_shares it is n. The first shares, the caller's before all, are the larger ones. */
 static size_t first_piece(size_t n, unsigned share, unsigned n_shares)
 {
-	return (size_t)((uint64_t)n * share / n_shares);
+	return (size_t)(((uint64_t)n * share + n_shares - 1) / n_shares);
 }
 
 /* Who is away has no share. */

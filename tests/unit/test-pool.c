@@ -198,6 +198,57 @@ static void test_back(void **state)
 	pool_free(pool);
 }
 
+enum { SHARE_PIECES = 16 };
+
+struct shares {
+	atomic_bool taken; /* the worker has a piece */
+	atomic_uint n_done, n_worker;
+	size_t order[SHARE_PIECES], n_order; /* the caller's */
+	size_t workers;                      /* the last one that the worker had */
+};
+
+/* Nobody goes on before the worker has its first piece, and the worker not before all others are done. */
+static void share_piece(void *arg, size_t i, unsigned thread)
+{
+	struct shares *s = arg;
+
+	if (thread > 0) {
+		s->workers = i;
+		atomic_fetch_add(&s->n_worker, 1);
+		atomic_store(&s->taken, true);
+		for (unsigned k = 0; k < 100000 && atomic_load(&s->n_done) < SHARE_PIECES - 1; k++)
+			usleep(100);
+	} else {
+		for (unsigned k = 0; k < 100000 && !atomic_load(&s->taken); k++)
+			usleep(100);
+		s->order[s->n_order++] = i;
+	}
+	atomic_fetch_add(&s->n_done, 1);
+}
+
+/* Each begins with its own share, in order; who has nothing left takes the last of another's. */
+static void test_shares(void **state)
+{
+	struct pool *pool = pool_new(2, NULL);
+	struct shares s = { 0 };
+	size_t n = 0;
+	(void)state;
+
+	pool_set_patience(pool, 0, 0);
+	pool_run(pool, SHARE_PIECES, share_piece, &s);
+	assert_int_equal(s.n_worker, 1);
+	assert_int_equal(s.n_order, SHARE_PIECES - 1);
+	/* Its own first one, or the caller's last when it looked before it had a share. */
+	assert_true(s.workers == SHARE_PIECES / 2 || s.workers == SHARE_PIECES / 2 - 1);
+	for (size_t i = 0; i < SHARE_PIECES / 2; i++)
+		if (i != s.workers)
+			assert_int_equal(s.order[n++], i);
+	for (size_t i = SHARE_PIECES; i-- > SHARE_PIECES / 2;)
+		if (i != s.workers)
+			assert_int_equal(s.order[n++], i);
+	pool_free(pool);
+}
+
 struct bound {
 	cpu_set_t want;
 	atomic_uint n_workers, n_wrong;
@@ -266,7 +317,8 @@ int main(void)
 		cmocka_unit_test(test_sizes),  cmocka_unit_test(test_inline),
 		cmocka_unit_test(test_stress), cmocka_unit_test(test_parked),
 		cmocka_unit_test(test_late),   cmocka_unit_test(test_back),
-		cmocka_unit_test(test_bound),  cmocka_unit_test(test_idle),
+		cmocka_unit_test(test_shares), cmocka_unit_test(test_bound),
+		cmocka_unit_test(test_idle),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);
