@@ -462,8 +462,9 @@ INLINE void set_rows(struct narrow *a, const struct avx512_product *p, size_t r,
 /*
  * Columns from c0 on. Of the rows four quarters pass by side by side: memory delivers four long streams
  * faster than one, and faster than four that jump over each other's rows every few hundred bytes, as
- * neighbours would. A few rows of each stay in the first cache while all columns pass by. What is beyond
- * the end of a quarter has been read already, but the rows behind all four are likely to be next.
+ * neighbours would. A few rows of each stay in the first cache while all columns pass by. At the end of a
+ * quarter what follows it has been read already, or is another's: there the rows behind all four are
+ * asked for, which are likely to be next.
  */
 static void narrow(const struct kernels *k, const struct avx512_product *p, size_t c0,
 		   const struct cpu_tiles *tiles)
@@ -487,7 +488,7 @@ static void narrow(const struct kernels *k, const struct avx512_product *p, size
 			for (size_t r = r0; r < r1; r++) {
 				a.y = p->y + c * p->y_stride + r;
 				a.ahead = c == c0 ? near : 0;
-				if (a.ahead > 0 && (apart - r) * p->w_stride <= near)
+				if (a.ahead > 0 && (apart - r) * p->w_stride <= near + p->w_stride / 2)
 					a.ahead += (p->n_rows - apart) * p->w_stride;
 				set_rows(&a, p, r, apart);
 				k->narrow[group - 1](&a);
