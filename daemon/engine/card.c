@@ -156,12 +156,12 @@ struct card *card_close(struct card *c)
 /* ---- memory of sequences ---- */
 
 /* The arena is one, and comes page by page; the rest are states. */
-static void *sequence_alloc(void *userdata, size_t bytes, bool at_once)
+static void *sequence_alloc(void *userdata, size_t bytes, bool state)
 {
 	struct card *c = userdata;
 	char *p = NULL;
 
-	if (at_once) {
+	if (state) {
 		for (uint32_t i = 0;
 		     bytes <= c->sequences.state_bytes && i < c->sequences.n_states && !p; i++)
 			if (!c->sequences.state_taken[i]) {

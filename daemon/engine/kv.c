@@ -45,10 +45,11 @@ static bool layout_sizes(struct kv_arena *a)
 }
 
 /*
- * Anonymous memory: zero until it is touched, and given back page by page. What is used at once is made now: read before it is written,
- * as recurrent state is, every page would be mapped twice, with a stop of the other threads in between.
+ * Anonymous memory: zero until it is touched, and given back page by page. State is made now: read before it is written, every page of it
+ * would be mapped twice, with a stop of the other threads in between. Not of huge pages: where memory is full of the model, they have to
+ * be made first.
  */
-static void *host_alloc(void *userdata, size_t bytes, bool at_once)
+static void *host_alloc(void *userdata, size_t bytes, bool state)
 {
 	void *mem = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
 			 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -56,11 +57,9 @@ static void *host_alloc(void *userdata, size_t bytes, bool at_once)
 	(void)userdata;
 	if (mem == MAP_FAILED)
 		return NULL;
-	/* Advice: a kernel that cannot leaves it to be touched. */
-	if (at_once) {
-		(void)madvise(mem, bytes, MADV_HUGEPAGE);
+	/* A kernel that cannot leaves it to be touched. */
+	if (state)
 		(void)madvise(mem, bytes, MADV_POPULATE_WRITE);
-	}
 	return mem;
 }
 

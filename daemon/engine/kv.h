@@ -23,8 +23,8 @@ struct kv_arena;
  */
 struct kv_memory {
 	void *userdata;
-	/* NULL: there is no more. at_once: all of it is written soon, and not page by page as it is needed. */
-	void *(*alloc)(void *userdata, size_t bytes, bool at_once);
+	/* NULL: there is no more. state: for recurrent state, all of which is used soon; else for the arena, one, whose pages are used by and by. */
+	void *(*alloc)(void *userdata, size_t bytes, bool state);
 	void (*free)(void *userdata, void *p, size_t bytes);
 	void (*copy)(void *userdata, void *to, const void *from, size_t bytes);
 	void (*zero)(void *userdata, void *p, size_t bytes); /* and gives back what can be given back */
