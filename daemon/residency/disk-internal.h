@@ -13,6 +13,7 @@
 #include "daemon/residency/disk.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 #define DISK_TRIES       3
 #define DISK_PAGE        4096U
@@ -66,6 +67,7 @@ struct disk {
 	 */
 	struct disk_queue bucket[DISK_BUCKETS];
 	bool stop;
+	atomic_bool held; /* the last eviction left pages: whoever has them does not let go of them soon */
 };
 
 /* How far the reading of a piece has come. */
@@ -117,5 +119,9 @@ int pages_cached(enum pages_sight sight, int fd, const void *data, uint64_t offs
 void pages_advise(const void *data, uint64_t bytes, size_t chunk);
 /* Waits until the range is resident and mapped. -EIO. */
 int pages_populate(const void *data, uint64_t bytes);
-/* Drops the range from the page cache, exactly; returns the pages that stay whatever one does. */
-uint64_t pages_evict(enum pages_sight sight, int fd, const void *data, uint64_t offset, uint64_t bytes);
+/*
+ * Drops the range from the page cache, exactly; returns the pages that stay whatever one does. Who has hold of one may have lost his core,
+ * and comes back after some slices of others': patient waits for him, up to 31 ms, else 2.
+ */
+uint64_t pages_evict(enum pages_sight sight, int fd, const void *data, uint64_t offset,
+		     uint64_t bytes, bool patient);

@@ -24,8 +24,10 @@
 
 #define READ_AHEAD_KB_DEFAULT 128U
 #define EVICT_TRIES           4U
-#define PAUSE_US              1000L /* what is being read or written just now cannot be dropped */
-#define MINCORE_PAGES         4096U
+#define EVICT_TRIES_PATIENT   7U
+#define PAUSE_US \
+	1000L /* what is being read or written just now cannot be dropped; patience doubles it each time */
+#define MINCORE_PAGES 4096U
 
 static int cachestat(int fd, uint64_t offset, uint64_t bytes, uint64_t *ret)
 {
@@ -183,13 +185,18 @@ static void map_resident(enum pages_sight sight, int fd, const void *data, uint6
  * something. What is left is large and reaches beyond the range: COLD splits it, if it is mapped.
  * What is left then is being read, or somebody else's.
  */
-uint64_t pages_evict(enum pages_sight sight, int fd, const void *data, uint64_t offset, uint64_t bytes)
+uint64_t pages_evict(enum pages_sight sight, int fd, const void *data, uint64_t offset,
+		     uint64_t bytes, bool patient)
 {
+	const unsigned tries = patient ? EVICT_TRIES_PATIENT : EVICT_TRIES;
+	long pause_us = PAUSE_US;
 	uint64_t left = 0;
 
-	for (unsigned i = 0; i < EVICT_TRIES && bytes > 0; i++) {
-		if (i > 1)
-			nanosleep(&(struct timespec){ .tv_nsec = PAUSE_US * 1000 }, NULL);
+	for (unsigned i = 0; i < tries && bytes > 0; i++) {
+		if (i > 1) {
+			nanosleep(&(struct timespec){ .tv_nsec = pause_us * 1000 }, NULL);
+			pause_us *= patient ? 2 : 1;
+		}
 		if (i > 0)
 			map_resident(sight, fd, data, offset, bytes);
 		/* Where nobody can tell what is left, both at once. */

@@ -65,14 +65,17 @@ static void run(struct disk *d, struct disk_job *job)
 	for (uint32_t i = 0; i < job->n_pieces; i++) {
 		const struct disk_piece *piece = &job->piece[i];
 		const struct disk_part *p = &d->parts[piece->part];
+		uint64_t left;
 		int r = 0;
 
 		switch (job->kind) {
 		case DISK_READ: r = read_piece(d, piece, &job->bytes); break;
 		case DISK_POPULATE: r = populate_piece(d, piece, &job->bytes); break;
 		case DISK_EVICT:
-			job->left_pages += pages_evict(p->sight, p->file_fd, piece->data,
-						       piece->offset, piece->bytes);
+			left = pages_evict(p->sight, p->file_fd, piece->data, piece->offset,
+					   piece->bytes, !atomic_load(&d->held));
+			atomic_store(&d->held, left > 0);
+			job->left_pages += left;
 			break;
 		}
 		if (r < 0) {

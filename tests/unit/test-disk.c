@@ -482,8 +482,10 @@ static void test_left_pages(void **unused)
 	close(from[0]);
 	close(from[1]);
 	assert_int_equal(job.left_pages, bytes / 4096);
+	assert_true(d->held); /* and the next one is not waited for as long */
 	do_job(d, &job);
 	assert_int_equal(job.left_pages, 0);
+	assert_false(d->held);
 	disk_free(d);
 }
 
