@@ -10,8 +10,8 @@ Then the kernels, in GB/s beside what memory streams.
 
 What is run does everything twice, and the second time counts, but for the first token. A figure is the median of the rounds.
 What memory streams is measured right before and after every run of `decode`, because it changes: a virtual machine is moved
-between cores that share a path to memory and cores that do not. bandwidth_share compares a run with the better of its two, and
-a run between which memory changed is repeated.
+between cores that share a path to memory and cores that do not. bandwidth_share compares a run with the better of its two; a run
+during which memory changed is repeated, and so is a round whose runs found different ones.
 Writes BUILD_DIR/bench/cpu.json with every number. Some ten minutes. Exit status 0 when it ran; with --check, 1 when a figure
 misses what it must have, or could not be measured; 77: no model can be made here.
 """
@@ -44,7 +44,7 @@ CONTEXT = 4096
 FIRST_PROMPT = "The first"
 OTHERS_PERCENT = 8  # of all processors: more is no quiet machine
 QUIET_WAIT_S, QUIET_LOOK_S = 180, 2  # in all; each
-REPEATS = 6  # of runs that others disturbed, in all
+REPEATS = 10  # of runs and rounds that others disturbed, in all
 STEADY = 0.85  # what memory streams after a run / before it, or the other way round: less is another machine
 STREAM_MB = 512
 MODES = {"mmap": ["--load", "mmap", "--no-repack"], "repack": ["--load", "mmap"]}
@@ -129,7 +129,9 @@ def first_of(path, key):
 
 
 def memory_bytes(key):
-    return int(first_of("/proc/meminfo", key).split()[0]) * 1024
+    """None: the kernel does not say."""
+    found = first_of("/proc/meminfo", key)
+    return int(found.split()[0]) * 1024 if found else None
 
 
 def machine():
@@ -167,6 +169,11 @@ def one_core_busy():
     finally:
         process.kill()
         process.wait()
+
+
+def steady(streaming):
+    """Whether memory streamed about the same each time."""
+    return not streaming or min(streaming) >= STEADY * max(streaming)
 
 
 def one_copy(mapped, weights):
@@ -399,7 +406,8 @@ class Bench:
 
     def stream_gb_s(self):
         if self.membw:
-            p = subprocess.run([self.membw, str(STREAM_MB), str(self.args.threads)], capture_output=True, text=True, check=False)
+            p = subprocess.run([self.membw, str(STREAM_MB), str(self.args.threads)], capture_output=True, text=True,
+                               timeout=RUN_TIMEOUT, check=False)
             found = re.search(r"best ([\d.]+) GB/s", p.stdout)
             if not found:
                 raise Missing("what memory streams could not be measured")
@@ -407,10 +415,14 @@ class Bench:
         return max(s["gb_s"] for s in self.bench_kernels("--memory")["streaming"])
 
     def beside_memory(self, function, *args):
-        """What it returns, with what memory streams before and after."""
-        before = self.stream_gb_s()
+        """What it returns, with what memory streams before and after, where that can be measured."""
+        streaming = []
+        with contextlib.suppress(*FAILURES):
+            streaming.append(self.stream_gb_s())
         result = function(*args)
-        return {**result, "streaming_gb_s": [before, self.stream_gb_s()]}
+        with contextlib.suppress(*FAILURES):
+            streaming.append(self.stream_gb_s())
+        return {**result, "streaming_gb_s": streaming}
 
     def bench_kernels(self, *options):
         p = subprocess.run([os.path.join(self.build, "tests/bench/bench-kernels"), "--json", *options], capture_output=True,
@@ -422,9 +434,8 @@ class Bench:
     def why_disturbed(self, result):
         if result["others_percent"] > OTHERS_PERCENT:
             return f"others used {result['others_percent']:.0f} % of the machine"
-        streaming = result.get("streaming_gb_s", [1])
-        if min(streaming) < STEADY * max(streaming):
-            return f"memory streamed {streaming[0]:.1f} GB/s before and {streaming[1]:.1f} after"
+        if not steady(result.get("streaming_gb_s")):
+            return "memory streamed {:.1f} GB/s before and {:.1f} after".format(*result["streaming_gb_s"])
         return None
 
     def one(self, part, who, function, *args):
@@ -456,11 +467,26 @@ class Bench:
     # ---- parts of a round ----
 
     def speeds(self, part):
-        self.one(part, "ours", self.ours.speeds, *self.sizes[part])
+        runs = [self.one(part, "ours", self.ours.speeds, *self.sizes[part])]
         for mode in self.modes:
-            self.one(part, mode, self.peer.speeds, mode, *self.sizes[part])
+            runs.append(self.one(part, mode, self.peer.speeds, mode, *self.sizes[part]))
+        return [run for run in runs if run]
 
-    decode = prefill128 = speeds
+    prefill128 = speeds
+
+    def decode(self, part):
+        """Speeds are compared with each other: memory has to be the same for all."""
+        runs = self.speeds(part)
+        if steady([speed for run in runs for speed in run["streaming_gb_s"]]):
+            return
+        if self.repeats_left <= 0:
+            self.disturbed += 1
+            return
+        self.repeats_left -= 1
+        say("  memory changed between them; once more")
+        for name in [name for name in self.runs if name.startswith(f"{part} ")]:
+            self.runs[name] = [run for run in self.runs[name] if not any(run is other for other in runs)]
+        self.decode(part)
 
     def busy(self, part):
         def beside(function, *args):
@@ -489,9 +515,12 @@ class Bench:
         """
         say("bringing the model into the page cache")
         forget(self.model)
-        self.ours.warm_up()
+        try:
+            self.ours.warm_up()
+        except FAILURES as e:
+            say(f"residentd cannot: {e}")  # and will say so again where it counts
         read_all(self.model)
-        self.machine["huge_file_bytes"] = memory_bytes("FileHugePages")
+        self.machine["huge_file_bytes"] = memory_bytes("FileHugePages")  # of all files
 
     def measure(self):
         begun, rounds = time.monotonic(), self.args.rounds
@@ -545,6 +574,8 @@ class Bench:
                 for run in runs for speed in run["streaming_gb_s"]]
 
     def shares(self, name, field):
+        if not all(run["streaming_gb_s"] for run in self.runs[name]):
+            raise Missing("what memory streams could not be measured")
         return [run[field] * self.token_bytes / 1e9 / max(run["streaming_gb_s"]) for run in self.runs[name]]
 
     def figure(self, row, key, part, field):
