@@ -7,6 +7,13 @@
 
 #include "daemon/engine/state.h"
 
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
 #define N_FLOATS 10
 
 static struct model model = { .recurrent_floats = N_FLOATS,
@@ -46,6 +53,52 @@ static void test_begin_is_zero(void **unused)
 	assert_int_equal((uintptr_t)s->recurrent % 64, 0);
 	assert_null(state_free(s, a));
 	assert_null(state_free(NULL, a));
+	kv_arena_free(a);
+}
+
+static long minor_faults(void)
+{
+	struct rusage u;
+
+	assert_int_equal(getrusage(RUSAGE_THREAD, &u), 0);
+	return u.ru_minflt;
+}
+
+/* It is read before it is written, and no page of it has to be mapped for that, let alone twice. */
+static void test_begin_is_mapped(void **unused)
+{
+	struct model large = { .recurrent_floats = (size_t)1 << 20, .kv = model.kv };
+	size_t page = (size_t)sysconf(_SC_PAGESIZE) / sizeof(float), n_pages;
+	struct kv_arena *a = arena_new();
+	volatile float *x;
+	struct state *s;
+	float sum = 0;
+	long before;
+	void *probe;
+
+	(void)unused;
+	probe = mmap(NULL, page * sizeof(float), PROT_READ | PROT_WRITE,
+		     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	assert_true(probe != MAP_FAILED);
+	if (madvise(probe, page * sizeof(float), MADV_POPULATE_WRITE) < 0) {
+		munmap(probe, page * sizeof(float));
+		kv_arena_free(a);
+		skip_because("this kernel cannot populate");
+	}
+	munmap(probe, page * sizeof(float));
+	assert_int_equal(state_new(&s), 0);
+	assert_int_equal(state_begin(s, &large, a), 0);
+	x = s->recurrent;
+	n_pages = large.recurrent_floats / page;
+	before = minor_faults();
+	for (size_t i = 0; i < large.recurrent_floats; i += page)
+		sum += x[i];
+	for (size_t i = 0; i < large.recurrent_floats; i += page)
+		x[i] = 1;
+	assert_true(sum == 0);
+	/* Some may have been taken away again; all of them were not. */
+	assert_true((size_t)(minor_faults() - before) < n_pages / 2);
+	state_free(s, a);
 	kv_arena_free(a);
 }
 
@@ -150,6 +203,7 @@ int main(void)
 {
 	const struct CMUnitTest tests[] = {
 		cmocka_unit_test(test_begin_is_zero),
+		cmocka_unit_test(test_begin_is_mapped),
 		cmocka_unit_test(test_rewind_recurrent),
 		cmocka_unit_test(test_later_checkpoint_replaces),
 		cmocka_unit_test(test_rewind_plain),
