@@ -144,11 +144,9 @@ static size_t work(struct pool *p, unsigned thread)
 	size_t i, n = 0;
 
 	while (!atomic_load_explicit(&m->away, memory_order_relaxed) && take(p, thread, &i)) {
-		if (thread > 0)
-			atomic_store_explicit(&m->busy, true, memory_order_relaxed);
+		atomic_store_explicit(&m->busy, true, memory_order_relaxed);
 		p->fn(p->arg, i, thread);
-		if (thread > 0)
-			atomic_store_explicit(&m->busy, false, memory_order_relaxed);
+		atomic_store_explicit(&m->busy, false, memory_order_relaxed);
 		n++;
 		if (atomic_fetch_sub(&p->unfinished, 1) == 1 && atomic_exchange(&p->caller_waits, 0))
 			futex_wake(&p->caller_waits, 1);
