@@ -341,30 +341,6 @@ static enum exit_code try_file(struct ctl *c, const char *path)
 	return EXIT_OK;
 }
 
-static enum exit_code write_file(struct ctl *c, const char *path, const struct buf *data)
-{
-	_cleanup_(closep) int fd = -1;
-	struct terminal file;
-
-	if (!wants_file(path)) {
-		terminal_write(&c->out, data->data, data->len);
-		return EXIT_OK;
-	}
-	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-	if (fd < 0) {
-		terminal_printf(&c->err, PROGRAM ": %s: %m\n", path);
-		return EXIT_ERROR;
-	}
-	terminal_init(&file, fd, true);
-	terminal_write(&file, data->data, data->len);
-	if (close(TAKE_FD(fd)) < 0 && file.error == 0)
-		file.error = -errno;
-	if (file.error == 0)
-		return EXIT_OK;
-	terminal_printf(&c->err, PROGRAM ": %s: %s\n", path, resident_strerror(file.error));
-	return EXIT_ERROR;
-}
-
 static enum exit_code put(struct benching *s, const char *path,
 			  int (*put_it)(struct buf *out, const struct bench *b))
 {
@@ -372,7 +348,7 @@ static enum exit_code put(struct benching *s, const char *path,
 
 	if (put_it(&out, s->b) < 0)
 		return ctl_usage_error(s->c, "out of memory");
-	return write_file(s->c, path, &out);
+	return ctl_write_file(s->c, path, &out);
 }
 
 /* The first failure counts, but nothing is left out for it. */

@@ -235,31 +235,6 @@ static void print_view(struct ctl *c, const struct residency_view *v)
 					 "nothing is counted by layer.\n");
 }
 
-/* Writes all of it to that file, or to standard output. */
-static enum exit_code write_picture(struct ctl *c, const char *path, const struct buf *svg)
-{
-	_cleanup_(closep) int fd = -1;
-	struct terminal file;
-
-	if (streq(path, "-")) {
-		terminal_write(&c->out, svg->data, svg->len);
-		return EXIT_OK;
-	}
-	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-	if (fd < 0) {
-		terminal_printf(&c->err, PROGRAM ": %s: %m\n", path);
-		return EXIT_ERROR;
-	}
-	terminal_init(&file, fd, true);
-	terminal_write(&file, svg->data, svg->len);
-	if (close(TAKE_FD(fd)) < 0 && file.error == 0)
-		file.error = -errno;
-	if (file.error == 0)
-		return EXIT_OK;
-	terminal_printf(&c->err, PROGRAM ": %s: %s\n", path, resident_strerror(file.error));
-	return EXIT_ERROR;
-}
-
 static enum exit_code draw_picture(struct ctl *c, const struct residency_view *v)
 {
 	_cleanup_(buf_done) struct buf svg = {};
@@ -272,7 +247,7 @@ static enum exit_code draw_picture(struct ctl *c, const struct residency_view *v
 	}
 	if (r < 0)
 		return ctl_usage_error(c, "out of memory");
-	return write_picture(c, c->svg, &svg);
+	return ctl_write_file(c, c->svg, &svg);
 }
 
 enum exit_code ctl_residency(struct ctl *c)

@@ -4,6 +4,7 @@
  */
 #include "client/ctl.h"
 
+#include <fcntl.h>
 #include <pwd.h>
 
 enum exit_code ctl_usage_error(struct ctl *c, const char *what)
@@ -16,6 +17,30 @@ enum exit_code ctl_bad_reply(struct ctl *c, const struct args *a)
 {
 	terminal_printf(&c->err, PROGRAM ": the service does not speak the protocol: '%s' %s\n",
 			a->bad, a->why);
+	return EXIT_ERROR;
+}
+
+enum exit_code ctl_write_file(struct ctl *c, const char *path, const struct buf *data)
+{
+	_cleanup_(closep) int fd = -1;
+	struct terminal file;
+
+	if (!path || streq(path, "-")) {
+		terminal_write(&c->out, data->data, data->len);
+		return EXIT_OK;
+	}
+	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+	if (fd < 0) {
+		terminal_printf(&c->err, PROGRAM ": %s: %m\n", path);
+		return EXIT_ERROR;
+	}
+	terminal_init(&file, fd, true);
+	terminal_write(&file, data->data, data->len);
+	if (close(TAKE_FD(fd)) < 0 && file.error == 0)
+		file.error = -errno;
+	if (file.error == 0)
+		return EXIT_OK;
+	terminal_printf(&c->err, PROGRAM ": %s: %s\n", path, strerror(-file.error));
 	return EXIT_ERROR;
 }
 

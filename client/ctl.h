@@ -37,6 +37,8 @@ enum exit_code ctl_usage_error(struct ctl *c, const char *what);
 enum exit_code ctl_bad_reply(struct ctl *c, const struct args *a);
 /* Prints o, which is taken; NULL: jansson could not make it. */
 enum exit_code ctl_print_json(struct ctl *c, json_t *o);
+/* Writes all of it to that file, which it replaces; to standard output for "-" and NULL. Says what went wrong. */
+enum exit_code ctl_write_file(struct ctl *c, const char *path, const struct buf *data);
 /* A user's name, or else the number. */
 const char *ctl_user_text(uint32_t uid, char text[64]);
 /* 21.2 GB */
