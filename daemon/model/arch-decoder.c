@@ -293,18 +293,6 @@ int decoder_bind_layer(struct model *m, struct decoder *d, uint32_t i, char **re
 	return r;
 }
 
-int decoder_bind_layers(struct model *m, struct decoder *d, char **ret_error)
-{
-	int r = 0;
-
-	for (uint32_t i = 0; i < m->n_layer && r == 0; i++) {
-		r = decoder_bind_layer(m, d, i, ret_error);
-		if (r == 0)
-			r = decoder_bind_attention(m, d, i, ret_error);
-	}
-	return r;
-}
-
 static const char *cpu_only(const struct model *m, const struct decoder *d)
 {
 	if (d->rope_pairs)
@@ -343,6 +331,20 @@ void decoder_finish(struct model *m, const struct decoder *d, size_t mixer_float
 	m->kv.k_dim = m->kv.v_dim = d->head_dim;
 	m->head_dim_max = MAX(m->head_dim_max, d->head_dim);
 	m->cpu_only = cpu_only(m, d);
+}
+
+int decoder_bind_plain(struct model *m, struct decoder *d, char **ret_error)
+{
+	int r = decoder_bind_model(m, d, ret_error);
+
+	for (uint32_t i = 0; i < m->n_layer && r == 0; i++) {
+		r = decoder_bind_layer(m, d, i, ret_error);
+		if (r == 0)
+			r = decoder_bind_attention(m, d, i, ret_error);
+	}
+	if (r == 0)
+		decoder_finish(m, d, 0, 0);
+	return r;
 }
 
 /* Running. */

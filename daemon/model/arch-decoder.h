@@ -71,11 +71,11 @@ int decoder_bind_model(struct model *m, struct decoder *d, char **ret_error);
 /* A layer's norms and feed-forward part; its attention, counted in m->kv. */
 int decoder_bind_layer(struct model *m, struct decoder *d, uint32_t i, char **ret_error);
 int decoder_bind_attention(struct model *m, struct decoder *d, uint32_t i, char **ret_error);
-/* All layers, where every one of them has attention. */
-int decoder_bind_layers(struct model *m, struct decoder *d, char **ret_error);
 /* Sums up scratch, and says what no GPU does. Of the family's own mixer: floats a row, widest input. 0: none. */
 void decoder_finish(struct model *m, const struct decoder *d, size_t mixer_floats,
 		    size_t mixer_op_floats);
+/* All of these, in a family whose layers all have attention. */
+int decoder_bind_plain(struct model *m, struct decoder *d, char **ret_error);
 
 /* x += attention of layer i, of h. */
 int decoder_attention(struct graph *g, uint32_t i, const float *h, float *x);

@@ -52,13 +52,7 @@ static int gpt_oss_load(struct model *m, char **ret_error)
 		r = load_windows(m, d, ret_error);
 	if (r == 0)
 		r = decoder_load_experts(m, d, "expert_feed_forward_length", ret_error);
-	if (r == 0)
-		r = decoder_bind_model(m, d, ret_error);
-	if (r == 0)
-		r = decoder_bind_layers(m, d, ret_error);
-	if (r == 0)
-		decoder_finish(m, d, 0, 0);
-	return r;
+	return r == 0 ? decoder_bind_plain(m, d, ret_error) : r;
 }
 
 const struct arch arch_gpt_oss = {

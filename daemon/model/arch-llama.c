@@ -26,13 +26,7 @@ static int llama_load(struct model *m, char **ret_error)
 	if (r == 0)
 		r = n_expert > 0 ? decoder_load_experts(m, d, "feed_forward_length", ret_error)
 				 : decoder_load_ffn(m, d, ret_error);
-	if (r == 0)
-		r = decoder_bind_model(m, d, ret_error);
-	if (r == 0)
-		r = decoder_bind_layers(m, d, ret_error);
-	if (r == 0)
-		decoder_finish(m, d, 0, 0);
-	return r;
+	return r == 0 ? decoder_bind_plain(m, d, ret_error) : r;
 }
 
 const struct arch arch_llama = {

@@ -21,13 +21,7 @@ static int load(struct model *m, bool experts, char **ret_error)
 	if (r == 0)
 		r = experts ? decoder_load_experts(m, d, "expert_feed_forward_length", ret_error)
 			    : decoder_load_ffn(m, d, ret_error);
-	if (r == 0)
-		r = decoder_bind_model(m, d, ret_error);
-	if (r == 0)
-		r = decoder_bind_layers(m, d, ret_error);
-	if (r == 0)
-		decoder_finish(m, d, 0, 0);
-	return r;
+	return r == 0 ? decoder_bind_plain(m, d, ret_error) : r;
 }
 
 static int qwen3_load(struct model *m, char **ret_error)
