@@ -25,9 +25,9 @@
 #define READ_AHEAD_KB_DEFAULT 128U
 #define EVICT_TRIES           4U
 #define EVICT_TRIES_PATIENT   7U
-#define PAUSE_US \
-	1000L /* what is being read or written just now cannot be dropped; patience doubles it each time */
-#define MINCORE_PAGES 4096U
+/* What is being read or written just now cannot be dropped; patience doubles it each time. */
+#define PAUSE_US              1000L
+#define MINCORE_PAGES         4096U
 
 static int cachestat(int fd, uint64_t offset, uint64_t bytes, uint64_t *ret)
 {

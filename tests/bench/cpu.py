@@ -9,8 +9,8 @@ with its weights copied to an interleaved layout (repack) and without (mmap); ea
 Then the kernels, in GB/s beside what memory streams.
 
 What is run does everything twice, and the second time counts, but for the first token. A figure is the median of the rounds.
-What memory streams is measured right before and after every run of `decode`, because it changes: a virtual machine is moved
-between cores that share a path to memory and cores that do not. bandwidth_share compares a run with the better of its two; a run
+What memory streams is measured right before and after every run of `decode`, because it changes: on a virtual machine by
+more than half, within minutes. bandwidth_share compares a run with the better of its two; a run
 during which memory changed is repeated, and so is a round whose runs found different ones.
 Writes BUILD_DIR/bench/cpu.json with every number. Some ten minutes. Exit status 0 when it ran; with --check, 1 when a figure
 misses what it must have, or could not be measured; 77: no model can be made here.
